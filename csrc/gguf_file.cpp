@@ -1,0 +1,394 @@
+#include "gguf_file.h"
+
+#include <cerrno>
+#include <cstring>
+#include <limits>
+#include <unordered_set>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include <pybind11/stl.h>
+
+#include "check.h"
+#include "gguf.h"
+#include "quant.h"
+#include "tensor_view.h"
+
+namespace pyggtrain {
+
+// llama.cpp refuses longer tensor names (GGML_MAX_NAME counts the final NUL) and more dimensions.
+static constexpr uint64_t MAX_TENSOR_NAME = GGML_MAX_NAME - 1;
+static constexpr uint32_t MAX_DIMS        = GGML_MAX_DIMS;
+static constexpr uint64_t HEADER_BYTES    = 24;
+
+static std::atomic<int> num_live_mappings{ 0 };
+
+struct file_mapping {
+    char *   data = nullptr;
+    uint64_t size = 0;
+
+    explicit file_mapping(const std::string & path) {
+        const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        if (fd < 0) {
+            throw gguf_error(join(path, ": cannot be opened: ", std::strerror(errno), "."));
+        }
+        struct stat status;
+        if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
+            ::close(fd);
+            throw gguf_error(join(path, ": is not a regular file; needed: a GGUF file."));
+        }
+        size = (uint64_t) status.st_size;
+        if (size < HEADER_BYTES) {
+            ::close(fd);
+            throw gguf_error(join(path, ": has ", size, " bytes, less than a GGUF header (", HEADER_BYTES, " bytes). Download it again."));
+        }
+        // NORESERVE: a private writable mapping of a file larger than memory would otherwise be refused, though nothing is ever written.
+        void * address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+        const int error = errno;
+        ::close(fd);
+        if (address == MAP_FAILED) {
+            throw gguf_error(join(path, ": cannot be mapped into memory: ", std::strerror(error), "."));
+        }
+        data = static_cast<char *>(address);
+        num_live_mappings++;
+    }
+
+    file_mapping(const file_mapping &)             = delete;
+    file_mapping & operator=(const file_mapping &) = delete;
+
+    ~file_mapping() {
+        if (data != nullptr) {
+            ::munmap(data, size);
+            num_live_mappings--;
+        }
+    }
+};
+
+// Reads forward through the mapping and never past its end.
+struct cursor {
+    const gguf_file & file;
+    uint64_t          at;
+
+    uint64_t left() const { return file.mapping->size - at; }
+
+    [[noreturn]] void fail(const std::string & rule) const { throw gguf_error(join(file.path, ": byte ", at, ": ", rule)); }
+
+    void need(uint64_t num_bytes, const char * what) const {
+        if (num_bytes > left()) {
+            fail(join(what, " needs ", num_bytes, " bytes but the file ends after ", left(), ". The download is not complete."));
+        }
+    }
+
+    template <typename T> T number(const char * what) {
+        need(sizeof(T), what);
+        T value;
+        std::memcpy(&value, file.mapping->data + at, sizeof(T));
+        at += sizeof(T);
+        return value;
+    }
+
+    std::string string(const char * what) {
+        const uint64_t length = number<uint64_t>(what);
+        need(length, what);
+        std::string text(file.mapping->data + at, length);
+        at += length;
+        return text;
+    }
+
+    void skip(uint64_t num_bytes, const char * what) {
+        need(num_bytes, what);
+        at += num_bytes;
+    }
+};
+
+static uint64_t scalar_bytes(uint32_t type) {
+    switch (type) {
+        case GGUF_TYPE_UINT8: case GGUF_TYPE_INT8: case GGUF_TYPE_BOOL: return 1;
+        case GGUF_TYPE_UINT16: case GGUF_TYPE_INT16: return 2;
+        case GGUF_TYPE_UINT32: case GGUF_TYPE_INT32: case GGUF_TYPE_FLOAT32: return 4;
+        case GGUF_TYPE_UINT64: case GGUF_TYPE_INT64: case GGUF_TYPE_FLOAT64: return 8;
+        default: return 0;
+    }
+}
+
+static const char * value_type_name(uint32_t type) {
+    return type < GGUF_TYPE_COUNT ? gguf_type_name((gguf_type) type) : "unknown";
+}
+
+static bool is_identifier(const std::string & text) {
+    return !text.empty() && text.find('\0') == std::string::npos;
+}
+
+static void read_magic(cursor & c) {
+    const char * bytes = c.file.mapping->data;
+    if (std::memcmp(bytes, "GGUF", 4) != 0) {
+        const std::string start(bytes, 16);
+        const char *      hint = "";
+        if (start.rfind("version https://", 0) == 0) {
+            hint = " It is a Git LFS pointer, not the file itself: fetch the real one with 'git lfs pull'.";
+        } else if (start.find("<!DOCTYPE") != std::string::npos || start.find("<html") != std::string::npos || start.find("<HTML") != std::string::npos) {
+            hint = " It is a web page, probably the error page of a failed download.";
+        } else if (start.rfind("PK", 0) == 0) {
+            hint = " It is a zip archive: unpack it first.";
+        }
+        c.fail(join("does not begin with the letters GGUF, so this is not a GGUF file.", hint));
+    }
+    c.at = 4;
+}
+
+static void read_header(cursor & c, gguf_file & file, uint64_t & num_tensors, uint64_t & num_keys) {
+    read_magic(c);
+    file.version = c.number<uint32_t>("the version");
+    if ((file.version & 0xFFFF) == 0) {
+        c.fail("the version reads as a big-endian number. This is a big-endian GGUF file; needed: a little-endian one. Convert it with gguf-convert-endian.");
+    }
+    if (file.version < 2 || file.version > GGUF_VERSION) {
+        c.fail(join("is GGUF version ", file.version, "; needed: 2 to ", GGUF_VERSION, "."));
+    }
+    num_tensors = c.number<uint64_t>("the tensor count");
+    num_keys    = c.number<uint64_t>("the key count");
+    // The smallest key takes 8 + 1 + 4 + 1 bytes and the smallest table entry 8 + 1 + 4 + 8 + 4 + 8.
+    if (num_keys > c.left() / 14) {
+        c.fail(join("the file says it has ", num_keys, " metadata keys, more than its size has room for: it is damaged, or cut off."));
+    }
+    if (num_tensors > c.left() / 33) {
+        c.fail(join("the file says it has ", num_tensors, " tensors, more than its size has room for: it is damaged, or cut off."));
+    }
+}
+
+static void read_key(cursor & c, gguf_file & file) {
+    const std::string key = c.string("a metadata key");
+    if (!is_identifier(key)) {
+        c.fail("a metadata key is empty or holds a NUL byte.");
+    }
+    gguf_value value{ c.number<uint32_t>("the type of a metadata value"), false, 1, 0 };
+    if (value.type == GGUF_TYPE_ARRAY) {
+        value.is_array = true;
+        value.type     = c.number<uint32_t>("the element type of an array");
+        value.count    = c.number<uint64_t>("the length of an array");
+    }
+    value.offset = c.at;
+    if (value.type == GGUF_TYPE_STRING) {
+        if (value.count > c.left() / 8) {
+            c.fail(join("the array '", key, "' says it has ", value.count, " strings, more than the file has room for."));
+        }
+        for (uint64_t i = 0; i < value.count; i++) {
+            c.skip(c.number<uint64_t>("a string's length"), "a string");
+        }
+    } else {
+        const uint64_t size = scalar_bytes(value.type);
+        if (size == 0) {
+            c.fail(join("'", key, "' has value type ", value.type, " (", value_type_name(value.type), "), which is not allowed here."));
+        }
+        if (value.count > c.left() / size) {
+            c.fail(join("'", key, "' says it has ", value.count, " values, more than the file has room for."));
+        }
+        if (value.type == GGUF_TYPE_BOOL) {
+            for (uint64_t i = 0; i < value.count; i++) {
+                if ((uint8_t) file.mapping->data[c.at + i] > 1) {
+                    c.fail(join("'", key, "' holds a boolean that is neither 0 nor 1."));
+                }
+            }
+        }
+        c.at += value.count * size;
+    }
+    if (!file.values.emplace(key, value).second) {
+        c.fail(join("the metadata key '", key, "' stands twice."));
+    }
+    file.keys.push_back(key);
+}
+
+static void read_alignment(cursor & c, gguf_file & file) {
+    file.alignment   = GGUF_DEFAULT_ALIGNMENT;
+    const auto found = file.values.find(GGUF_KEY_GENERAL_ALIGNMENT);
+    if (found == file.values.end()) {
+        return;
+    }
+    const gguf_value & value = found->second;
+    if (value.type != GGUF_TYPE_UINT32 || value.is_array) {
+        c.fail(join("'" GGUF_KEY_GENERAL_ALIGNMENT "' is ", value_type_name(value.type), "; needed: u32."));
+    }
+    uint32_t alignment;
+    std::memcpy(&alignment, file.mapping->data + value.offset, sizeof(alignment));
+    if (alignment == 0 || (alignment & (alignment - 1)) != 0) {
+        c.fail(join("'" GGUF_KEY_GENERAL_ALIGNMENT "' is ", alignment, "; needed: a power of two."));
+    }
+    file.alignment = alignment;
+}
+
+// The product of two sizes, or an error where it does not fit: a crafted file may not wrap around to a small number.
+static uint64_t multiply(const cursor & c, uint64_t a, uint64_t b, const std::string & name) {
+    if (b != 0 && a > (uint64_t) std::numeric_limits<int64_t>::max() / b) {
+        c.fail(join("the sizes of tensor '", name, "' multiply to more than 2^63."));
+    }
+    return a * b;
+}
+
+static void read_tensor(cursor & c, gguf_file & file, std::unordered_set<std::string> & names) {
+    gguf_tensor tensor;
+    tensor.name = c.string("a tensor's name");
+    if (!is_identifier(tensor.name) || tensor.name.size() > MAX_TENSOR_NAME) {
+        c.fail(join("a tensor's name is empty, holds a NUL byte, or is longer than ", MAX_TENSOR_NAME, " bytes."));
+    }
+    if (!names.insert(tensor.name).second) {
+        c.fail(join("the tensor '", tensor.name, "' stands twice."));
+    }
+    const uint32_t num_dims = c.number<uint32_t>("a tensor's dimension count");
+    if (num_dims < 1 || num_dims > MAX_DIMS) {
+        c.fail(join("tensor '", tensor.name, "' has ", num_dims, " dimensions; needed: 1 to ", MAX_DIMS, "."));
+    }
+    uint64_t num_elements = 1;
+    tensor.shape.resize(num_dims);
+    for (uint32_t i = 0; i < num_dims; i++) {
+        const uint64_t size = c.number<uint64_t>("a tensor's size");
+        if (size == 0) {
+            c.fail(join("tensor '", tensor.name, "' has a dimension of size 0."));
+        }
+        num_elements                   = multiply(c, num_elements, size, tensor.name);
+        tensor.shape[num_dims - 1 - i] = (int64_t) size;
+    }
+    const uint32_t           type_id = c.number<uint32_t>("a tensor's type");
+    const ggml_type_traits * traits  = quant_traits_or_null(type_id);
+    if (traits == nullptr) {
+        c.fail(join("tensor '", tensor.name, "' has ggml type number ", type_id, ", which this build of llama.cpp does not know."));
+    }
+    tensor.type = (ggml_type) type_id;
+    if (tensor.shape.back() % traits->blck_size != 0) {
+        c.fail(join("tensor '", tensor.name, "' has rows of ", tensor.shape.back(), " values; ", traits->type_name, " needs a multiple of ", traits->blck_size, "."));
+    }
+    tensor.num_bytes = multiply(c, num_elements / (uint64_t) traits->blck_size, traits->type_size, tensor.name);
+    // Relative to the start of the data until place_tensors() has found that start.
+    tensor.offset = c.number<uint64_t>("a tensor's offset");
+    file.tensors.push_back(std::move(tensor));
+}
+
+// Tensors stand one after another in the order of the table, each padded to the alignment (llama.cpp's rule), and end inside the file.
+static void place_tensors(cursor & c, gguf_file & file) {
+    const auto pad = [&](uint64_t n) { return (n + file.alignment - 1) / file.alignment * file.alignment; };
+    file.data_offset = pad(c.at);
+    const uint64_t file_bytes = file.mapping->size;
+    uint64_t       expected = 0, end = c.at;
+    for (gguf_tensor & tensor : file.tensors) {
+        if (tensor.offset != expected) {
+            c.fail(join("tensor '", tensor.name, "' has offset ", tensor.offset, " in the data; needed: ", expected, ", right after the tensor before it."));
+        }
+        if (tensor.num_bytes > std::numeric_limits<uint64_t>::max() / 2 - expected - file.data_offset - file.alignment) {
+            c.fail(join("tensor '", tensor.name, "' does not fit into any file."));
+        }
+        expected += pad(tensor.num_bytes);
+        tensor.offset += file.data_offset;
+        end = tensor.offset + tensor.num_bytes;
+    }
+    if (end > file_bytes) {
+        throw gguf_error(join(file.path, ": has ", file_bytes, " bytes, but its ", file.tensors.size(), " tensors end at byte ", end,
+                              ". The file is cut off: download it again, or compare its size with the source."));
+    }
+}
+
+std::shared_ptr<gguf_file> gguf_file_open(const std::string & path) {
+    auto file     = std::make_shared<gguf_file>();
+    file->path    = path;
+    file->mapping = std::make_shared<file_mapping>(path);
+    cursor   c{ *file, 0 };
+    uint64_t num_tensors, num_keys;
+    read_header(c, *file, num_tensors, num_keys);
+    for (uint64_t i = 0; i < num_keys; i++) {
+        read_key(c, *file);
+    }
+    read_alignment(c, *file);
+    std::unordered_set<std::string> names;
+    for (uint64_t i = 0; i < num_tensors; i++) {
+        read_tensor(c, *file, names);
+    }
+    place_tensors(c, *file);
+    return file;
+}
+
+static py::object decode_string(const std::string & text, const gguf_file & file, const std::string & key) {
+    PyObject * decoded = PyUnicode_DecodeUTF8(text.data(), (Py_ssize_t) text.size(), "strict");
+    if (decoded == nullptr) {
+        PyErr_Clear();
+        throw gguf_error(join(file.path, ": the text of '", key, "' is not valid UTF-8."));
+    }
+    return py::reinterpret_steal<py::object>(decoded);
+}
+
+static py::object read_scalar(cursor & c, uint32_t type, const std::string & key) {
+    switch (type) {
+        case GGUF_TYPE_UINT8:   return py::int_(c.number<uint8_t>("a value"));
+        case GGUF_TYPE_INT8:    return py::int_(c.number<int8_t>("a value"));
+        case GGUF_TYPE_UINT16:  return py::int_(c.number<uint16_t>("a value"));
+        case GGUF_TYPE_INT16:   return py::int_(c.number<int16_t>("a value"));
+        case GGUF_TYPE_UINT32:  return py::int_(c.number<uint32_t>("a value"));
+        case GGUF_TYPE_INT32:   return py::int_(c.number<int32_t>("a value"));
+        case GGUF_TYPE_UINT64:  return py::int_(c.number<uint64_t>("a value"));
+        case GGUF_TYPE_INT64:   return py::int_(c.number<int64_t>("a value"));
+        case GGUF_TYPE_FLOAT32: return py::float_(c.number<float>("a value"));
+        case GGUF_TYPE_FLOAT64: return py::float_(c.number<double>("a value"));
+        case GGUF_TYPE_BOOL:    return py::bool_(c.number<uint8_t>("a value") != 0);
+        default:                return decode_string(c.string("a string"), c.file, key);
+    }
+}
+
+static const gguf_value & find_value(const gguf_file & file, const std::string & key) {
+    const auto found = file.values.find(key);
+    if (found == file.values.end()) {
+        throw py::key_error(key);
+    }
+    return found->second;
+}
+
+static py::object read_value(const gguf_file & file, const std::string & key) {
+    const gguf_value & value = find_value(file, key);
+    cursor             c{ file, value.offset };
+    if (!value.is_array) {
+        return read_scalar(c, value.type, key);
+    }
+    py::list list(value.count);
+    for (uint64_t i = 0; i < value.count; i++) {
+        list[i] = read_scalar(c, value.type, key);
+    }
+    return list;
+}
+
+static tensor_view tensor_bytes(const gguf_file & file, size_t index) {
+    if (index >= file.tensors.size()) {
+        throw py::index_error();
+    }
+    const gguf_tensor &  tensor = file.tensors[index];
+    std::vector<int64_t> shape  = tensor.shape;
+    shape.back()                = (int64_t) ggml_row_size(tensor.type, shape.back());
+    return { file.mapping, file.mapping->data + tensor.offset, shape, dtype::u8 };
+}
+
+void register_gguf_file(py::module_ & module) {
+    py::class_<gguf_tensor>(module, "TensorInfo", "One row of a file's tensor table; shape in torch order, offset in bytes from the start of the file.")
+        .def_readonly("name", &gguf_tensor::name)
+        .def_property_readonly("type", [](const gguf_tensor & self) { return quant_type_name(self.type); })
+        .def_property_readonly("shape", [](const gguf_tensor & self) { return py::tuple(py::cast(self.shape)); })
+        .def_readonly("offset", &gguf_tensor::offset)
+        .def_readonly("num_bytes", &gguf_tensor::num_bytes);
+    py::class_<gguf_file, std::shared_ptr<gguf_file>>(module, "MappedGGUF", "One GGUF file, mapped copy-on-write and parsed; metadata values are decoded when asked for.")
+        .def(py::init(&gguf_file_open), py::arg("path"), py::call_guard<py::gil_scoped_release>())
+        .def_readonly("path", &gguf_file::path)
+        .def_readonly("version", &gguf_file::version)
+        .def_readonly("alignment", &gguf_file::alignment)
+        .def_readonly("data_offset", &gguf_file::data_offset)
+        .def_readonly("tensors", &gguf_file::tensors)
+        .def_property_readonly("file_bytes", [](const gguf_file & self) { return self.mapping->size; })
+        .def("keys", [](const gguf_file & self) { return self.keys; })
+        .def("value_type", [](const gguf_file & self, const std::string & key) {
+                 const gguf_value & value = find_value(self, key);
+                 return join(value.is_array ? "arr[" : "", value_type_name(value.type), value.is_array ? "]" : "");
+             }, py::arg("key"), "'u32', 'str', 'arr[f32]', ...; KeyError if absent.")
+        .def("value", &read_value, py::arg("key"), "The value as a Python scalar or list; KeyError if absent.")
+        .def("tensor_bytes", &tensor_bytes, py::arg("index"), "uint8 view of a tensor's blocks, shape [..., rows, row_bytes], at its own address in the mapping.");
+    module.def("num_live_mappings", [] { return num_live_mappings.load(); }, "Files still mapped by this process, for tests of lifetime.");
+}
+
+} // namespace pyggtrain

