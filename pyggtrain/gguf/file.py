@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pyggtrain import _bridge
 from pyggtrain.errors import GGUFError
 from pyggtrain.gguf.quant_tensor import QuantTensor
+from pyggtrain.gguf.split import check_parts, part_paths
 
 if TYPE_CHECKING:
     from pyggtrain._bridge import MappedGGUF, MetadataValue, TensorInfo
@@ -45,20 +46,34 @@ class Metadata(Mapping[str, "MetadataValue"]):
 
 
 class GGUFFile:
-    """One GGUF file. Opening reads only the header; tensors are views into the map.
+    """One GGUF model, in one file or split over several. Opening reads only the headers; tensors are views into the map.
 
     Args:
-        path: the file. Its bytes are never changed.
+        path: the file, or any part of a split model (``name-00002-of-00003.gguf``). The bytes are never changed.
+
+    Attributes:
+        path: the file, or the first part of a split model: the one that llama.cpp has to be given.
+        metadata: key-value pairs (of the first part).
+        tensor_infos: the tensor table by name, over all parts.
 
     Raises:
-        GGUFError: missing, truncated or malformed file, with the byte offset and the rule that it breaks.
+        GGUFError: missing, truncated or malformed file, with the byte offset and the rule that it breaks; a missing or foreign part.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._mapped = _bridge.MappedGGUF(os.fspath(path))
-        self.metadata = Metadata(self._mapped)
-        self.tensor_infos: "dict[str, TensorInfo]" = {info.name: info for info in self._mapped.tensors}
+        self.paths = part_paths(Path(path))
+        self.path = self.paths[0]
+        self._parts = [_bridge.MappedGGUF(os.fspath(part)) for part in self.paths]
+        self.metadata = Metadata(self._parts[0])
+        check_parts(self._parts)
+        self.tensor_infos: "dict[str, TensorInfo]" = {}
+        for part in self._parts:
+            for info in part.tensors:
+                if info.name in self.tensor_infos:
+                    raise GGUFError(
+                        f"{part.path}: tensor '{info.name}' stands in an earlier part too; the parts are of different models."
+                    )
+                self.tensor_infos[info.name] = info
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "GGUFFile":
@@ -76,9 +91,10 @@ class GGUFFile:
                 name=info.name,
                 type=info.type,
                 shape=tuple(info.shape),
-                blocks=torch.from_dlpack(self._mapped.tensor_bytes(index)),
+                blocks=torch.from_dlpack(part.tensor_bytes(index)),
             )
-            for index, info in enumerate(self._mapped.tensors)
+            for part in self._parts
+            for index, info in enumerate(part.tensors)
         }
 
     @property
@@ -93,12 +109,8 @@ class GGUFFile:
 
     @property
     def file_bytes(self) -> int:
-        return self._mapped.file_bytes
-
-    @property
-    def data_offset(self) -> int:
-        """Where tensor data begins; everything before it is the header."""
-        return self._mapped.data_offset
+        """Size on disk, all parts together."""
+        return sum(part.file_bytes for part in self._parts)
 
     def text(self, key: str) -> str:
         """The string value of `key`.
@@ -114,8 +126,8 @@ class GGUFFile:
 
     @cached_property
     def header_sha256(self) -> str:
-        """SHA-256 (hex) of every byte before the tensor data: metadata, tokenizer, template and tensor table."""
-        return _sha256(self.path, self.data_offset)
+        """SHA-256 (hex) of every byte before the tensor data: metadata, tokenizer, template and tensor table (of each part in turn)."""
+        return _sha256([(path, part.data_offset) for path, part in zip(self.paths, self._parts, strict=True)])
 
     @cached_property
     def tokenizer_sha256(self) -> str:
@@ -131,14 +143,16 @@ class GGUFFile:
         ).hexdigest()
 
     def sha256(self) -> str:
-        """SHA-256 (hex) of the whole file. Reads it all: minutes for 100 GiB."""
-        return _sha256(self.path, self.file_bytes)
+        """SHA-256 (hex) of the whole file, or of all parts in turn. Reads every byte: minutes for 100 GiB."""
+        return _sha256([(path, part.file_bytes) for path, part in zip(self.paths, self._parts, strict=True)])
 
 
-def _sha256(path: Path, num_bytes: int) -> str:
+def _sha256(starts: Sequence[tuple[Path, int]]) -> str:
+    """Digest of the first bytes of each file, one after another."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while num_bytes > 0 and (chunk := file.read(min(num_bytes, 1 << 20))):
-            digest.update(chunk)
-            num_bytes -= len(chunk)
+    for path, num_bytes in starts:
+        with path.open("rb") as file:
+            while num_bytes > 0 and (chunk := file.read(min(num_bytes, 1 << 20))):
+                digest.update(chunk)
+                num_bytes -= len(chunk)
     return digest.hexdigest()
