@@ -1,11 +1,12 @@
 """The two commands that take a fresh machine to a result; needs only Python and a C++ compiler.
 
-    python3 run.py quickstart    trains a LoRA adapter on a real GGUF file, proves it against llama.cpp, shows it answering
-    python3 run.py test          the whole test suite, with the linters and the layer check
+    python3 run.py quickstart    trains a LoRA adapter on a real GGUF file, proves it against llama.cpp, shows it
+    answering python3 run.py test          the whole test suite, with the linters and the layer check
 
-Both make `.venv` in this folder, install what they need from PyPI and build the bridge. The first run takes some minutes; later
-ones start at once, since nothing is installed again until a file that matters has changed. Arguments after the command are handed
-on (`python3 run.py test tests/gguf -k writer`, `python3 run.py quickstart --max-steps 20`).
+Both make `.venv` in this folder, install what they need from PyPI and build the bridge. The first run takes some
+minutes; later ones start at once, since nothing is installed again until a file that matters has changed. Arguments
+after the command are handed on (`python3 run.py test tests/gguf -k writer`, `python3 run.py quickstart --max-steps
+20`).
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Every error that pyggtrain raises for a person to read.
 
-A message names the subject (tensor, key, file, line), what was found, what is needed, and what to do next. The command line
-prints it without a trace and exits with `exit_code`.
+A message names the subject (tensor, key, file, line), what was found, what is needed, and what to do next. The
+command line prints it without a trace and exits with `exit_code`.
 """
 
 

@@ -45,7 +45,9 @@ def decode(tensor: QuantTensor) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def tiny_llama_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random `llama` of 2 layers (width 64, 4 heads, 2 kv heads, tied head, 96 tokens), all F32, without a real tokenizer."""
+    """A random `llama` of 2 layers (width 64, 4 heads, 2 kv heads, tied head, 96 tokens), all F32, without a real
+    tokenizer.
+    """
     path = tmp_path_factory.mktemp("tiny") / "tiny-llama.gguf"
     generator = torch.Generator().manual_seed(1)
 

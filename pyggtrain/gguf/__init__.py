@@ -4,8 +4,10 @@ try:
     from pyggtrain import _bridge as _bridge
 except ImportError as error:
     raise ImportError(
-        "pyggtrain's compiled part (pyggtrain._bridge) is missing. Either the package is not installed (type `pip install .` in the "
-        "project's folder), or Python was started inside the project's folder and found the source instead of the installed package "
+        "pyggtrain's compiled part (pyggtrain._bridge) is missing. Either the package is not installed (type `pip "
+        "install .` in the "
+        "project's folder), or Python was started inside the project's folder and found the source instead of the "
+        "installed package "
         f"(start it elsewhere, or type `pip install -e .`). Reason: {error}"
     ) from error
 

@@ -1,4 +1,6 @@
-"""A GGUF file opened for reading: metadata, tensor table and tensors, all straight from one copy-on-write memory map."""
+"""A GGUF file opened for reading: metadata, tensor table and tensors, all straight from one copy-on-write memory
+map.
+"""
 
 import hashlib
 import json
@@ -22,7 +24,7 @@ class Metadata(Mapping[str, "MetadataValue"]):
 
     def __init__(self, mapped: "MappedGGUF") -> None:
         self._mapped = mapped
-        self._keys = {key: None for key in mapped.keys()}  # noqa: SIM118 - the bridge's object is no mapping
+        self._keys = dict.fromkeys(mapped.keys())
 
     def __getitem__(self, key: str) -> "MetadataValue":
         return self._mapped.value(key)
@@ -46,7 +48,8 @@ class Metadata(Mapping[str, "MetadataValue"]):
 
 
 class GGUFFile:
-    """One GGUF model, in one file or split over several. Opening reads only the headers; tensors are views into the map.
+    """One GGUF model, in one file or split over several. Opening reads only the headers; tensors are views into the
+    map.
 
     Args:
         path: the file, or any part of a split model (``name-00002-of-00003.gguf``). The bytes are never changed.
@@ -57,7 +60,8 @@ class GGUFFile:
         tensor_infos: the tensor table by name, over all parts.
 
     Raises:
-        GGUFError: missing, truncated or malformed file, with the byte offset and the rule that it breaks; a missing or foreign part.
+        GGUFError: missing, truncated or malformed file, with the byte offset and the rule that it breaks; a missing
+            or foreign part.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -66,12 +70,13 @@ class GGUFFile:
         self._parts = [_bridge.MappedGGUF(os.fspath(part)) for part in self.paths]
         self.metadata = Metadata(self._parts[0])
         check_parts(self._parts)
-        self.tensor_infos: "dict[str, TensorInfo]" = {}
+        self.tensor_infos: dict[str, TensorInfo] = {}
         for part in self._parts:
             for info in part.tensors:
                 if info.name in self.tensor_infos:
                     raise GGUFError(
-                        f"{part.path}: tensor '{info.name}' stands in an earlier part too; the parts are of different models."
+                        f"{part.path}: tensor '{info.name}' stands in an earlier part too; the parts are of different "
+                        f"models."
                     )
                 self.tensor_infos[info.name] = info
 
@@ -84,14 +89,14 @@ class GGUFFile:
     def tensors(self) -> dict[str, QuantTensor]:
         """Every tensor by name, zero-copy, in the order of the file."""
         # torch is imported here and not above: `pyggtrain info` needs only the header and should answer at once.
-        import torch
+        from torch.utils.dlpack import from_dlpack
 
         return {
             info.name: QuantTensor(
                 name=info.name,
                 type=info.type,
                 shape=tuple(info.shape),
-                blocks=torch.from_dlpack(part.tensor_bytes(index)),
+                blocks=from_dlpack(part.tensor_bytes(index)),
             )
             for part in self._parts
             for index, info in enumerate(part.tensors)
@@ -126,12 +131,16 @@ class GGUFFile:
 
     @cached_property
     def header_sha256(self) -> str:
-        """SHA-256 (hex) of every byte before the tensor data: metadata, tokenizer, template and tensor table (of each part in turn)."""
+        """SHA-256 (hex) of every byte before the tensor data: metadata, tokenizer, template and tensor table (of each
+        part in turn).
+        """
         return _sha256([(path, part.data_offset) for path, part in zip(self.paths, self._parts, strict=True)])
 
     @cached_property
     def tokenizer_sha256(self) -> str:
-        """SHA-256 (hex) of all ``tokenizer.`` keys but the chat templates: equal for two files that split text alike."""
+        """SHA-256 (hex) of all ``tokenizer.`` keys but the chat templates: equal for two files that split text
+        alike.
+        """
         keys = sorted(
             key
             for key in self.metadata

@@ -15,8 +15,8 @@ class QuantTensor:
         name: its name in the file, e.g. ``blk.0.attn_q.weight``.
         type: ggml's name of its type, e.g. ``Q4_K``, ``F32``.
         shape: logical shape in torch order: [N, K] for a linear, [E, N, K] for experts, [K] for a vector.
-        blocks: uint8 [..., row_bytes]. On the CPU a view into the mapped file at the tensor's own address: no copy. The mapping is
-            copy-on-write and stays open as long as this tensor lives.
+        blocks: uint8 [..., row_bytes]. On the CPU a view into the mapped file at the tensor's own address: no copy.
+            The mapping is copy-on-write and stays open as long as this tensor lives.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Models split over several files by llama.cpp's gguf-split: find the parts of one, and refuse what is no whole model.
 
-Part i of n is named ``<name>-<i>-of-<n>.gguf`` with five digits each, i from 1. Its metadata says ``split.no`` (from 0), ``split.count``
-and ``split.tensors.count`` (of all parts). llama.cpp opens only the first part and finds the others by name; pyggtrain takes any.
+Part i of n is named ``<name>-<i>-of-<n>.gguf`` with five digits each, i from 1. Its metadata says ``split.no`` (from
+0), ``split.count`` and ``split.tensors.count`` (of all parts). llama.cpp opens only the first part and finds the
+others by name; pyggtrain takes any.
 """
 
 import re
@@ -47,27 +48,31 @@ def check_parts(parts: "Sequence[MappedGGUF]") -> None:
     """Refuse parts that do not make one whole model.
 
     Raises:
-        GGUFError: a part says it is another one or of another number of parts, the tensors do not add up, or a file holds the bytes
-            of several parts joined end to end.
+        GGUFError: a part says it is another one or of another number of parts, the tensors do not add up, or a file
+            holds the bytes of several parts joined end to end.
     """
     for number, part in enumerate(parts):
         count, found = _integer(part, "split.count", 1), _integer(part, "split.no", 0)
         if count > 1 and len(parts) == 1:
             raise GGUFError(
-                f"{part.path}: is part {found + 1} of {count} of a split model, under a name that does not say so. Give the parts their "
-                f"original names (<name>-00001-of-{count:05d}.gguf, ...). Parts that were joined with `cat` are no GGUF file: download "
+                f"{part.path}: is part {found + 1} of {count} of a split model, under a name that does not say so. "
+                f"Give the parts their "
+                f"original names (<name>-00001-of-{count:05d}.gguf, ...). Parts that were joined with `cat` are no "
+                f"GGUF file: download "
                 "them again, or merge them with llama.cpp's `llama-gguf-split --merge`."
             )
         if len(parts) > 1 and (count, found) != (len(parts), number):
             raise GGUFError(
-                f"{part.path}: says it is part {found + 1} of {count}; needed: part {number + 1} of {len(parts)}, as its name says. "
+                f"{part.path}: says it is part {found + 1} of {count}; needed: part {number + 1} of {len(parts)}, as "
+                f"its name says. "
                 "It was renamed or belongs to another model."
             )
     if len(parts) > 1:
         total, expected = sum(len(part.tensors) for part in parts), _integer(parts[0], "split.tensors.count", 0)
         if total != expected:
             raise GGUFError(
-                f"{parts[0].path}: the {len(parts)} parts hold {total} tensors; the first part says {expected}. One part is of another model."
+                f"{parts[0].path}: the {len(parts)} parts hold {total} tensors; the first part says {expected}. One "
+                f"part is of another model."
             )
 
 

@@ -14,7 +14,8 @@ class Tokenizer:
         path: the GGUF file.
 
     Attributes:
-        bos_id, eos_id, eot_id: ids of the begin-of-sequence, end-of-sequence and end-of-turn tokens, or None where the file has none.
+        bos_id, eos_id, eot_id: ids of the begin-of-sequence, end-of-sequence and end-of-turn tokens, or None where
+            the file has none.
         add_bos, add_eos: whether the file asks for them around plain text (``add_special=True`` follows this).
         chat_template: the file's default jinja template, or None.
 
@@ -44,12 +45,15 @@ class Tokenizer:
 
         Args:
             add_special: add BOS / EOS where the file's own settings ask for it.
-            parse_special: read the text of control tokens (``<|im_end|>``) as those tokens; otherwise it is ordinary text.
+            parse_special: read the text of control tokens (``<|im_end|>``) as those tokens; otherwise it is ordinary
+                text.
         """
         return self._tokenizer.encode(text.encode("utf-8"), add_special, parse_special)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of `ids`; control tokens appear only with ``special=True``. Bytes that form no character become U+FFFD."""
+        """Text of `ids`; control tokens appear only with ``special=True``. Bytes that form no character become
+        U+FFFD.
+        """
         return self._tokenizer.decode(ids, False, special).decode("utf-8", "replace")
 
     def piece(self, id: int, *, special: bool = True) -> bytes:

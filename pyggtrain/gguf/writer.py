@@ -1,7 +1,7 @@
 """Write GGUF files: adapters, test models, re-quantised copies. Any ggml type, quantised by ggml itself.
 
-Layout and rules: csrc/gguf_file.h. A file is written under a temporary name in its own folder, flushed to disk and renamed, so that a
-reader never meets half of one.
+Layout and rules: csrc/gguf_file.h. A file is written under a temporary name in its own folder, flushed to disk and
+renamed, so that a reader never meets half of one.
 """
 
 import os
@@ -55,7 +55,8 @@ class TypedValue:
 
 @dataclass(frozen=True)
 class DeferredTensor:
-    """A tensor whose blocks are made only when their turn to be written comes, so that a large file needs little memory.
+    """A tensor whose blocks are made only when their turn to be written comes, so that a large file needs little
+    memory.
 
     Attributes:
         produce: returns the blocks, uint8 [..., row_bytes].
@@ -117,8 +118,8 @@ def write_gguf(
     """Write a GGUF file, replacing `path` only once the new file is complete and on disk.
 
     Args:
-        metadata: plain Python values take the usual GGUF type (bool, int -> u32 or the first of i32, u64, i64 that holds it,
-            float -> f32, str, lists of these); `TypedValue` gives it explicitly.
+        metadata: plain Python values take the usual GGUF type (bool, int -> u32 or the first of i32, u64, i64 that
+            holds it, float -> f32, str, lists of these); `TypedValue` gives it explicitly.
         tensors: in the order in which they shall stand.
 
     Raises:
@@ -183,9 +184,10 @@ def _write_blocks(file: BinaryIO, tensor: WritableTensor) -> None:
     num_bytes = _num_bytes(tensor)
     if blocks.numel() != num_bytes:
         raise GGUFError(
-            f"{tensor.name} has {blocks.numel()} bytes of blocks; needed: {num_bytes} for {tensor.type} {list(tensor.shape)}."
+            f"{tensor.name} has {blocks.numel()} bytes of blocks; needed: {num_bytes} for {tensor.type} "
+            f"{list(tensor.shape)}."
         )
-    file.write(memoryview(blocks.detach().cpu().contiguous().reshape(-1).numpy()))
+    file.write(blocks.detach().cpu().contiguous().reshape(-1).numpy().data)
     file.write(b"\0" * (_padded(num_bytes) - num_bytes))
 
 

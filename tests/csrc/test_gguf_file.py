@@ -1,4 +1,6 @@
-"""The mapped file: views at their own address, lifetime kept by tensors, writes that reach nobody, and files that lie."""
+"""The mapped file: views at their own address, lifetime kept by tensors, writes that reach nobody, and files that
+lie.
+"""
 
 import gc
 import hashlib

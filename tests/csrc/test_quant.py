@@ -54,7 +54,8 @@ def test_product_is_within_the_rounding_of_activations(type: str) -> None:
         _bridge.mul_mat(type, blocks, x, y, 2)
         expected = x.double() @ weight.T
         error = float((y - expected).norm() / expected.norm())
-        # ggml rounds activations to 8 bits for quantised weights, to the weight's own precision for F16 and BF16, not at all for F32.
+        # ggml rounds activations to 8 bits for quantised weights, to the weight's own precision for F16 and BF16, not
+        # at all for F32.
         bound = {"F32": 1e-6, "F16": 1e-3, "BF16": 6e-3}.get(type, 2e-2)
         assert error < bound
 
@@ -95,7 +96,8 @@ def test_broken_calls_are_exceptions_that_name_the_argument() -> None:
 def test_rows_that_decode_to_nan_or_inf_are_counted(type: str, bits: int) -> None:
     blocks = encode(type, torch.randn(9, 512, generator=torch.Generator().manual_seed(3)))
     assert _bridge.count_nonfinite_rows(type, blocks, 512, 2) == (0, -1)
-    # The scale is the first float16 of a block in these types; as BF16 and F32 the same bits are set at the top of a value.
+    # The scale is the first float16 of a block in these types; as BF16 and F32 the same bits are set at the top of a
+    # value.
     position = 2 if type == "F32" else 0
     as_bfloat16 = {0x7E00: 0x7FC0, 0x7C00: 0x7F80, 0xFC00: 0xFF80}[bits]
     value = as_bfloat16 if type in ("BF16", "F32") else bits

@@ -1,4 +1,6 @@
-"""llama.cpp through the bridge: logits, intermediate tensors, generation, adapters, and calls that would make it abort."""
+"""llama.cpp through the bridge: logits, intermediate tensors, generation, adapters, and calls that would make it
+abort.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

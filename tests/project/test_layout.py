@@ -1,4 +1,6 @@
-"""The house stays in order: rooms of the design and no others, names without meaning nowhere, importing costs nothing."""
+"""The house stays in order: rooms of the design and no others, names without meaning nowhere, importing costs
+nothing.
+"""
 
 import re
 import subprocess
@@ -10,9 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"csrc", "pyggtrain", "kernels", "tests", "vendor", "benchmarks", "docs", "examples", ".ci"}
 FILES = {
-    "pyproject.toml", "CMakeLists.txt", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "NOTICE", "run.py", ".gitignore",
-    ".clang-format",
-}  # fmt: skip
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "NOTICE"),
+    *("pyproject.toml", "CMakeLists.txt", "run.py", ".gitignore", ".clang-format"),
+}
 ROOMS = {"gguf", "ops", "nn", "models", "adapters", "data", "training", "validation", "cli"}
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "stuff"}
 
