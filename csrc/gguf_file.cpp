@@ -12,12 +12,9 @@
 
 #include <atomic>
 
-#include <pybind11/stl.h>
-
 #include "check.h"
 #include "gguf.h"
 #include "quant.h"
-#include "tensor_view.h"
 
 namespace pyggtrain {
 
@@ -26,85 +23,44 @@ static constexpr uint64_t MAX_TENSOR_NAME = GGML_MAX_NAME - 1;
 static constexpr uint32_t MAX_DIMS        = GGML_MAX_DIMS;
 static constexpr uint64_t HEADER_BYTES    = 24;
 
-static std::atomic<int> num_live_mappings{ 0 };
+static std::atomic<int> live_mappings{ 0 };
 
-struct file_mapping {
-    char *   data = nullptr;
-    uint64_t size = 0;
-
-    explicit file_mapping(const std::string & path) {
-        const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-        if (fd < 0) {
-            throw gguf_error(join(path, ": cannot be opened: ", std::strerror(errno), "."));
-        }
-        struct stat status;
-        if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
-            ::close(fd);
-            throw gguf_error(join(path, ": is not a regular file; needed: a GGUF file."));
-        }
-        size = (uint64_t) status.st_size;
-        if (size < HEADER_BYTES) {
-            ::close(fd);
-            throw gguf_error(join(path, ": has ", size, " bytes, less than a GGUF header (", HEADER_BYTES, " bytes). Download it again."));
-        }
-        // NORESERVE: a private writable mapping of a file larger than memory would otherwise be refused, though nothing is ever written.
-        void * address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
-        const int error = errno;
+file_mapping::file_mapping(const std::string & path) {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+        throw gguf_error(join(path, ": cannot be opened: ", std::strerror(errno), "."));
+    }
+    struct stat status;
+    if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
         ::close(fd);
-        if (address == MAP_FAILED) {
-            throw gguf_error(join(path, ": cannot be mapped into memory: ", std::strerror(error), "."));
-        }
-        data = static_cast<char *>(address);
-        num_live_mappings++;
+        throw gguf_error(join(path, ": is not a regular file; needed: a GGUF file."));
     }
-
-    file_mapping(const file_mapping &)             = delete;
-    file_mapping & operator=(const file_mapping &) = delete;
-
-    ~file_mapping() {
-        if (data != nullptr) {
-            ::munmap(data, size);
-            num_live_mappings--;
-        }
+    size = (uint64_t) status.st_size;
+    if (size < HEADER_BYTES) {
+        ::close(fd);
+        throw gguf_error(join(path, ": has ", size, " bytes, less than a GGUF header (", HEADER_BYTES, " bytes). Download it again."));
     }
-};
-
-// Reads forward through the mapping and never past its end.
-struct cursor {
-    const gguf_file & file;
-    uint64_t          at;
-
-    uint64_t left() const { return file.mapping->size - at; }
-
-    [[noreturn]] void fail(const std::string & rule) const { throw gguf_error(join(file.path, ": byte ", at, ": ", rule)); }
-
-    void need(uint64_t num_bytes, const char * what) const {
-        if (num_bytes > left()) {
-            fail(join(what, " needs ", num_bytes, " bytes but the file ends after ", left(), ". The download is not complete."));
-        }
+    // NORESERVE: a private writable mapping of a file larger than memory would otherwise be refused, though nothing is ever written.
+    void * address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+    const int error = errno;
+    ::close(fd);
+    if (address == MAP_FAILED) {
+        throw gguf_error(join(path, ": cannot be mapped into memory: ", std::strerror(error), "."));
     }
+    data = static_cast<char *>(address);
+    live_mappings++;
+}
 
-    template <typename T> T number(const char * what) {
-        need(sizeof(T), what);
-        T value;
-        std::memcpy(&value, file.mapping->data + at, sizeof(T));
-        at += sizeof(T);
-        return value;
+file_mapping::~file_mapping() {
+    if (data != nullptr) {
+        ::munmap(data, size);
+        live_mappings--;
     }
+}
 
-    std::string string(const char * what) {
-        const uint64_t length = number<uint64_t>(what);
-        need(length, what);
-        std::string text(file.mapping->data + at, length);
-        at += length;
-        return text;
-    }
-
-    void skip(uint64_t num_bytes, const char * what) {
-        need(num_bytes, what);
-        at += num_bytes;
-    }
-};
+int num_live_mappings() {
+    return live_mappings.load();
+}
 
 static uint64_t scalar_bytes(uint32_t type) {
     switch (type) {
@@ -116,7 +72,7 @@ static uint64_t scalar_bytes(uint32_t type) {
     }
 }
 
-static const char * value_type_name(uint32_t type) {
+const char * value_type_name(uint32_t type) {
     return type < GGUF_TYPE_COUNT ? gguf_type_name((gguf_type) type) : "unknown";
 }
 
@@ -124,7 +80,7 @@ static bool is_identifier(const std::string & text) {
     return !text.empty() && text.find('\0') == std::string::npos;
 }
 
-static void read_magic(cursor & c) {
+static void read_magic(gguf_cursor & c) {
     const char * bytes = c.file.mapping->data;
     if (std::memcmp(bytes, "GGUF", 4) != 0) {
         const std::string start(bytes, 16);
@@ -141,7 +97,7 @@ static void read_magic(cursor & c) {
     c.at = 4;
 }
 
-static void read_header(cursor & c, gguf_file & file, uint64_t & num_tensors, uint64_t & num_keys) {
+static void read_header(gguf_cursor & c, gguf_file & file, uint64_t & num_tensors, uint64_t & num_keys) {
     read_magic(c);
     file.version = c.number<uint32_t>("the version");
     if ((file.version & 0xFFFF) == 0) {
@@ -161,7 +117,7 @@ static void read_header(cursor & c, gguf_file & file, uint64_t & num_tensors, ui
     }
 }
 
-static void read_key(cursor & c, gguf_file & file) {
+static void read_key(gguf_cursor & c, gguf_file & file) {
     const std::string key = c.string("a metadata key");
     if (!is_identifier(key)) {
         c.fail("a metadata key is empty or holds a NUL byte.");
@@ -203,7 +159,7 @@ static void read_key(cursor & c, gguf_file & file) {
     file.keys.push_back(key);
 }
 
-static void read_alignment(cursor & c, gguf_file & file) {
+static void read_alignment(gguf_cursor & c, gguf_file & file) {
     file.alignment   = GGUF_DEFAULT_ALIGNMENT;
     const auto found = file.values.find(GGUF_KEY_GENERAL_ALIGNMENT);
     if (found == file.values.end()) {
@@ -222,14 +178,14 @@ static void read_alignment(cursor & c, gguf_file & file) {
 }
 
 // The product of two sizes, or an error where it does not fit: a crafted file may not wrap around to a small number.
-static uint64_t multiply(const cursor & c, uint64_t a, uint64_t b, const std::string & name) {
+static uint64_t multiply(const gguf_cursor & c, uint64_t a, uint64_t b, const std::string & name) {
     if (b != 0 && a > (uint64_t) std::numeric_limits<int64_t>::max() / b) {
         c.fail(join("the sizes of tensor '", name, "' multiply to more than 2^63."));
     }
     return a * b;
 }
 
-static void read_tensor(cursor & c, gguf_file & file, std::unordered_set<std::string> & names) {
+static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<std::string> & names) {
     gguf_tensor tensor;
     tensor.name = c.string("a tensor's name");
     if (!is_identifier(tensor.name) || tensor.name.size() > MAX_TENSOR_NAME) {
@@ -268,7 +224,7 @@ static void read_tensor(cursor & c, gguf_file & file, std::unordered_set<std::st
 }
 
 // Tensors stand one after another in the order of the table, each padded to the alignment (llama.cpp's rule), and end inside the file.
-static void place_tensors(cursor & c, gguf_file & file) {
+static void place_tensors(gguf_cursor & c, gguf_file & file) {
     const auto pad = [&](uint64_t n) { return (n + file.alignment - 1) / file.alignment * file.alignment; };
     file.data_offset = pad(c.at);
     const uint64_t file_bytes = file.mapping->size;
@@ -294,7 +250,7 @@ std::shared_ptr<gguf_file> gguf_file_open(const std::string & path) {
     auto file     = std::make_shared<gguf_file>();
     file->path    = path;
     file->mapping = std::make_shared<file_mapping>(path);
-    cursor   c{ *file, 0 };
+    gguf_cursor c{ *file, 0 };
     uint64_t num_tensors, num_keys;
     read_header(c, *file, num_tensors, num_keys);
     for (uint64_t i = 0; i < num_keys; i++) {
@@ -307,88 +263,6 @@ std::shared_ptr<gguf_file> gguf_file_open(const std::string & path) {
     }
     place_tensors(c, *file);
     return file;
-}
-
-static py::object decode_string(const std::string & text, const gguf_file & file, const std::string & key) {
-    PyObject * decoded = PyUnicode_DecodeUTF8(text.data(), (Py_ssize_t) text.size(), "strict");
-    if (decoded == nullptr) {
-        PyErr_Clear();
-        throw gguf_error(join(file.path, ": the text of '", key, "' is not valid UTF-8."));
-    }
-    return py::reinterpret_steal<py::object>(decoded);
-}
-
-static py::object read_scalar(cursor & c, uint32_t type, const std::string & key) {
-    switch (type) {
-        case GGUF_TYPE_UINT8:   return py::int_(c.number<uint8_t>("a value"));
-        case GGUF_TYPE_INT8:    return py::int_(c.number<int8_t>("a value"));
-        case GGUF_TYPE_UINT16:  return py::int_(c.number<uint16_t>("a value"));
-        case GGUF_TYPE_INT16:   return py::int_(c.number<int16_t>("a value"));
-        case GGUF_TYPE_UINT32:  return py::int_(c.number<uint32_t>("a value"));
-        case GGUF_TYPE_INT32:   return py::int_(c.number<int32_t>("a value"));
-        case GGUF_TYPE_UINT64:  return py::int_(c.number<uint64_t>("a value"));
-        case GGUF_TYPE_INT64:   return py::int_(c.number<int64_t>("a value"));
-        case GGUF_TYPE_FLOAT32: return py::float_(c.number<float>("a value"));
-        case GGUF_TYPE_FLOAT64: return py::float_(c.number<double>("a value"));
-        case GGUF_TYPE_BOOL:    return py::bool_(c.number<uint8_t>("a value") != 0);
-        default:                return decode_string(c.string("a string"), c.file, key);
-    }
-}
-
-static const gguf_value & find_value(const gguf_file & file, const std::string & key) {
-    const auto found = file.values.find(key);
-    if (found == file.values.end()) {
-        throw py::key_error(key);
-    }
-    return found->second;
-}
-
-static py::object read_value(const gguf_file & file, const std::string & key) {
-    const gguf_value & value = find_value(file, key);
-    cursor             c{ file, value.offset };
-    if (!value.is_array) {
-        return read_scalar(c, value.type, key);
-    }
-    py::list list(value.count);
-    for (uint64_t i = 0; i < value.count; i++) {
-        list[i] = read_scalar(c, value.type, key);
-    }
-    return list;
-}
-
-static tensor_view tensor_bytes(const gguf_file & file, size_t index) {
-    if (index >= file.tensors.size()) {
-        throw py::index_error();
-    }
-    const gguf_tensor &  tensor = file.tensors[index];
-    std::vector<int64_t> shape  = tensor.shape;
-    shape.back()                = (int64_t) ggml_row_size(tensor.type, shape.back());
-    return { file.mapping, file.mapping->data + tensor.offset, shape, dtype::u8 };
-}
-
-void register_gguf_file(py::module_ & module) {
-    py::class_<gguf_tensor>(module, "TensorInfo", "One row of a file's tensor table; shape in torch order, offset in bytes from the start of the file.")
-        .def_readonly("name", &gguf_tensor::name)
-        .def_property_readonly("type", [](const gguf_tensor & self) { return quant_type_name(self.type); })
-        .def_property_readonly("shape", [](const gguf_tensor & self) { return py::tuple(py::cast(self.shape)); })
-        .def_readonly("offset", &gguf_tensor::offset)
-        .def_readonly("num_bytes", &gguf_tensor::num_bytes);
-    py::class_<gguf_file, std::shared_ptr<gguf_file>>(module, "MappedGGUF", "One GGUF file, mapped copy-on-write and parsed; metadata values are decoded when asked for.")
-        .def(py::init(&gguf_file_open), py::arg("path"), py::call_guard<py::gil_scoped_release>())
-        .def_readonly("path", &gguf_file::path)
-        .def_readonly("version", &gguf_file::version)
-        .def_readonly("alignment", &gguf_file::alignment)
-        .def_readonly("data_offset", &gguf_file::data_offset)
-        .def_readonly("tensors", &gguf_file::tensors)
-        .def_property_readonly("file_bytes", [](const gguf_file & self) { return self.mapping->size; })
-        .def("keys", [](const gguf_file & self) { return self.keys; })
-        .def("value_type", [](const gguf_file & self, const std::string & key) {
-                 const gguf_value & value = find_value(self, key);
-                 return join(value.is_array ? "arr[" : "", value_type_name(value.type), value.is_array ? "]" : "");
-             }, py::arg("key"), "'u32', 'str', 'arr[f32]', ...; KeyError if absent.")
-        .def("value", &read_value, py::arg("key"), "The value as a Python scalar or list; KeyError if absent.")
-        .def("tensor_bytes", &tensor_bytes, py::arg("index"), "uint8 view of a tensor's blocks, shape [..., rows, row_bytes], at its own address in the mapping.");
-    module.def("num_live_mappings", [] { return num_live_mappings.load(); }, "Files still mapped by this process, for tests of lifetime.");
 }
 
 } // namespace pyggtrain

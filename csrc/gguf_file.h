@@ -13,18 +13,30 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include <pybind11/pybind11.h>
-
+#include "check.h"
 #include "ggml.h"
 
 namespace pyggtrain {
 
-struct file_mapping;
+// The file's bytes, copy on write. Lives as long as somebody holds it.
+struct file_mapping {
+    char *   data = nullptr;
+    uint64_t size = 0;
+
+    explicit file_mapping(const std::string & path);
+    ~file_mapping();
+    file_mapping(const file_mapping &)             = delete;
+    file_mapping & operator=(const file_mapping &) = delete;
+};
+
+// Files still mapped by this process.
+int num_live_mappings();
 
 struct gguf_value {
     uint32_t type;          // GGUF type number of the value, or of an array's elements
@@ -54,6 +66,44 @@ struct gguf_file {
 
 std::shared_ptr<gguf_file> gguf_file_open(const std::string & path);
 
-void register_gguf_file(pybind11::module_ & module);
+// GGUF's name of a value type: "u32", "str", ...
+const char * value_type_name(uint32_t type);
+
+// Reads forward through the mapping and never past its end.
+struct gguf_cursor {
+    const gguf_file & file;
+    uint64_t          at;
+
+    uint64_t left() const { return file.mapping->size - at; }
+
+    [[noreturn]] void fail(const std::string & rule) const { throw gguf_error(join(file.path, ": byte ", at, ": ", rule)); }
+
+    void need(uint64_t num_bytes, const char * what) const {
+        if (num_bytes > left()) {
+            fail(join(what, " needs ", num_bytes, " bytes but the file ends after ", left(), ". The download is not complete."));
+        }
+    }
+
+    template <typename T> T number(const char * what) {
+        need(sizeof(T), what);
+        T value;
+        std::memcpy(&value, file.mapping->data + at, sizeof(T));
+        at += sizeof(T);
+        return value;
+    }
+
+    std::string string(const char * what) {
+        const uint64_t length = number<uint64_t>(what);
+        need(length, what);
+        std::string text(file.mapping->data + at, length);
+        at += length;
+        return text;
+    }
+
+    void skip(uint64_t num_bytes, const char * what) {
+        need(num_bytes, what);
+        at += num_bytes;
+    }
+};
 
 } // namespace pyggtrain

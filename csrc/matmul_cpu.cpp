@@ -1,7 +1,7 @@
-#include "matmul_cpu.h"
-
+// Quantised matrix products on the CPU through ggml, on memory that torch owns.
 #include <vector>
 
+#include "bindings.h"
 #include "check.h"
 #include "ggml-cpu.h"
 #include "ggml.h"

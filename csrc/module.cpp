@@ -1,15 +1,10 @@
 // pyggtrain._bridge: registration only.
 #include <pybind11/pybind11.h>
 
+#include "bindings.h"
 #include "check.h"
 #include "ggml-cpu.h"
-#include "gguf_file.h"
 #include "llama_log.h"
-#include "matmul_cpu.h"
-#include "quant.h"
-#include "session.h"
-#include "tensor_view.h"
-#include "tokenizer.h"
 
 PYBIND11_MODULE(_bridge, module) {
     namespace py = pybind11;
@@ -40,6 +35,7 @@ PYBIND11_MODULE(_bridge, module) {
     register_tensor_view(module);
     register_quant(module);
     register_gguf_file(module);
+    register_graph(module);
     register_matmul_cpu(module);
     register_tokenizer(module);
     register_session(module);

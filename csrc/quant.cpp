@@ -9,6 +9,7 @@
 
 #include <pybind11/stl.h>
 
+#include "bindings.h"
 #include "check.h"
 #include "ggml-cpu.h"
 #include "tensor_view.h"
@@ -58,13 +59,6 @@ ggml_type quant_type(const std::string & name) {
         throw bridge_error(join("type is '", name, "'; needed: one of ", known, "."));
     }
     return found->second;
-}
-
-const ggml_type_traits * quant_traits_or_null(int64_t type_id) {
-    if (type_id < 0 || type_id >= GGML_TYPE_COUNT || ggml_blck_size((ggml_type) type_id) == 0) {
-        return nullptr;
-    }
-    return ggml_get_type_traits((ggml_type) type_id);
 }
 
 static void check_num_threads(int num_threads) {

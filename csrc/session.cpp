@@ -1,5 +1,7 @@
-#include "session.h"
-
+// llama.cpp running one model on the CPU: what a person who serves the file would get. Used to prove parity.
+//
+// A session owns its model, context and adapters. Calls on one session must not overlap (the GIL is released while llama.cpp
+// computes; a mutex makes overlapping calls wait). Every call starts from an empty memory (KV cache).
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,6 +14,7 @@
 
 #include <pybind11/stl.h>
 
+#include "bindings.h"
 #include "check.h"
 #include "ggml-backend.h"
 #include "llama-adapter.h"

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bindings.h"
 #include "check.h"
 #include "ggml-backend.h"
 #include "ggml.h"

@@ -53,6 +53,4 @@ std::string          shape_text(const std::vector<int64_t> & shape);
 // A contiguous copy of a ggml tensor on the host (f32, f16, bf16 become f32; i32 stays), whatever its strides.
 tensor_view tensor_copy(const ggml_tensor * tensor);
 
-void register_tensor_view(py::module_ & module);
-
 } // namespace pyggtrain

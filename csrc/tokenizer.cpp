@@ -1,5 +1,5 @@
-#include "tokenizer.h"
-
+// llama.cpp's own tokenizer, from a vocab-only load of the same GGUF file: no weight is read. A tokenizer is immutable, so
+// threads may share it.
 #include <limits>
 #include <memory>
 #include <string>
@@ -7,6 +7,7 @@
 
 #include <pybind11/stl.h>
 
+#include "bindings.h"
 #include "check.h"
 #include "llama.h"
 #include "llama_log.h"
