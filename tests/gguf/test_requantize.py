@@ -1,0 +1,102 @@
+"""Re-quantised copies load in llama.cpp, follow the rules they state, and never touch the source."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyggtrain import _bridge
+from pyggtrain.errors import ConfigError, GGUFError
+from pyggtrain.gguf import GGUFFile, Tokenizer, quantize_tensor, write_gguf
+from pyggtrain.gguf.requantize import plan, read_imatrix, requantize
+
+TOKENS = [1, 5, 9, 2]
+
+
+def logits(path: Path, tokens: list[int] = TOKENS) -> torch.Tensor:
+    return torch.from_dlpack(_bridge.Session(str(path), num_ctx=32, num_ubatch=32, num_threads=1).logits(tokens))
+
+
+def test_a_q8_0_copy_speaks_like_its_source(tiny_llama_path: Path, tmp_path: Path) -> None:
+    digest = hashlib.sha256(tiny_llama_path.read_bytes()).hexdigest()
+    changes = requantize(GGUFFile(tiny_llama_path), tmp_path / "q8.gguf", "Q8_0")
+    assert {change.made for change in changes} == {"F32", "Q8_0"}
+    copy = GGUFFile(tmp_path / "q8.gguf")
+    assert copy.tensor_infos["blk.0.attn_norm.weight"].type == "F32"
+    assert copy.metadata["general.file_type"] == 7
+    source, result = logits(tiny_llama_path), logits(tmp_path / "q8.gguf")
+    assert (result - source).norm() < 0.05 * source.norm()
+    assert not torch.equal(result, source)
+    assert hashlib.sha256(tiny_llama_path.read_bytes()).hexdigest() == digest
+
+
+@pytest.mark.parametrize("type", sorted(_bridge.quant_types()))
+def test_every_type_makes_a_file_that_llama_cpp_loads(type: str, tiny_llama_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "copy.gguf"
+    changes = requantize(GGUFFile(tiny_llama_path), path, type, is_uniform_allowed=True)
+    # Rows of 64 and 96 fit the small blocks only; the rest fall back, with a reason.
+    made = {change.made for change in changes if change.name.endswith("attn_q.weight")}
+    block_size = _bridge.quant_types()[type].block_size
+    assert (made == {type}) == (64 % block_size == 0)
+    assert all(change.reason for change in changes if change.made not in (type, "F32"))
+    assert logits(path).isfinite().all()
+
+
+def test_patterns_choose_other_types_and_the_last_one_wins(tiny_llama_path: Path) -> None:
+    overrides = {"*attn*.weight": "F16", "*attn_v*": "Q8_0"}
+    made = {change.name: change.made for change in plan(GGUFFile(tiny_llama_path), "Q4_0", overrides)}
+    assert made["blk.1.attn_v.weight"] == "Q8_0"
+    assert made["blk.1.attn_q.weight"] == "F16"
+    assert made["blk.1.ffn_up.weight"] == "Q4_0"
+
+
+def test_a_real_file_keeps_most_of_its_loss_at_q5_1(smollm2: GGUFFile, tmp_path: Path) -> None:
+    requantize(smollm2, tmp_path / "m.gguf", "Q5_1", tensor_types={"token_embd.weight": "Q8_0"})
+    tokens = Tokenizer(smollm2.path).encode("The sea was calm that morning, and the fishermen went out before sunrise.")
+    base, copy = logits(smollm2.path, tokens), logits(tmp_path / "m.gguf", tokens)
+    difference = torch.nn.functional.kl_div(
+        copy.log_softmax(-1), base.log_softmax(-1), reduction="batchmean", log_target=True
+    )
+    assert difference < 0.1
+
+
+def test_what_cannot_be_done_is_refused(tiny_llama_path: Path, tmp_path: Path) -> None:
+    file = GGUFFile(tiny_llama_path)
+    with pytest.raises(ConfigError, match="Q4_Z are unknown"):
+        plan(file, "Q4_Z")
+    with pytest.raises(ConfigError, match="matches no tensor"):
+        plan(file, "Q4_0", {"*nothing*": "F16"})
+    with pytest.raises(ConfigError, match="never overwritten"):
+        requantize(file, tiny_llama_path, "Q4_0")
+    wide = tmp_path / "wide.gguf"
+    write_gguf(wide, {"general.architecture": "llama"}, [quantize_tensor("a.weight", torch.randn(2, 256), "F32")])
+    with pytest.raises(ConfigError, match="importance matrix"):
+        requantize(GGUFFile(wide), tmp_path / "out.gguf", "IQ2_XXS")
+    assert not (tmp_path / "out.gguf").exists()
+    with pytest.raises(GGUFError, match="in_sum2"):
+        read_imatrix(wide)
+
+
+def test_an_importance_matrix_is_used(tmp_path: Path) -> None:
+    values = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    source, out, plain = (tmp_path / name for name in ("s.gguf", "o.gguf", "p.gguf"))
+    write_gguf(source, {"general.architecture": "llama"}, [quantize_tensor("a.weight", values, "F32")])
+    sums = torch.linspace(0.01, 100, 256)
+    matrix = tmp_path / "imatrix.gguf"
+    statistics = [
+        quantize_tensor("a.weight.in_sum2", sums[None], "F32"),
+        quantize_tensor("a.weight.counts", torch.full((1, 1), 10.0), "F32"),
+    ]
+    write_gguf(matrix, {"general.type": "imatrix"}, statistics)
+    weights = read_imatrix(matrix)
+    assert torch.allclose(weights["a.weight"], sums / 10)
+    requantize(GGUFFile(source), out, "Q2_K", imatrix=weights)
+    requantize(GGUFFile(source), plain, "Q2_K")
+
+    def error(path: Path) -> float:
+        decoded = torch.empty(4, 256)
+        _bridge.dequantize("Q2_K", GGUFFile(path).tensors["a.weight"].blocks, decoded, 1)
+        return float(((decoded - values).square() * sums).sum())
+
+    assert error(out) < error(plain)
