@@ -51,14 +51,15 @@ def test_patterns_choose_other_types_and_the_last_one_wins(tiny_llama_path: Path
     assert made["blk.1.ffn_up.weight"] == "Q4_0"
 
 
-def test_a_real_file_keeps_most_of_its_loss_at_q5_1(smollm2: GGUFFile, tmp_path: Path) -> None:
-    requantize(smollm2, tmp_path / "m.gguf", "Q5_1", tensor_types={"token_embd.weight": "Q8_0"})
+def test_a_real_file_stays_close_to_itself_at_q8_0(smollm2: GGUFFile, tmp_path: Path) -> None:
+    requantize(smollm2, tmp_path / "m.gguf", "Q8_0")
     tokens = Tokenizer(smollm2.path).encode("The sea was calm that morning, and the fishermen went out before sunrise.")
     base, copy = logits(smollm2.path, tokens), logits(tmp_path / "m.gguf", tokens)
     difference = torch.nn.functional.kl_div(
         copy.log_softmax(-1), base.log_softmax(-1), reduction="batchmean", log_target=True
     )
-    assert difference < 0.1
+    # As close as llama.cpp comes to itself under other settings (docs/parity.md).
+    assert difference < 0.03
 
 
 def test_what_cannot_be_done_is_refused(tiny_llama_path: Path, tmp_path: Path) -> None:
