@@ -8,7 +8,7 @@
 # The static libraries are built outside the wheel's build folder, in
 #   <cache>/llama.cpp-<version>/build-<hash of compiler, flags and options>
 # so that a second `pip install` compiles only csrc/. The cache is $PYGGTRAIN_CACHE_DIR, else $XDG_CACHE_HOME/pyggtrain, else
-# ~/.cache/pyggtrain (%LOCALAPPDATA%/pyggtrain on Windows); pyggtrain/cache.py holds the same rule.
+# ~/.cache/pyggtrain (%LOCALAPPDATA%/pyggtrain on Windows).
 
 set(LLAMA_CPP_PACKAGE llama-cpp-python)
 set(LLAMA_CPP_PACKAGE_VERSION 0.3.36)
