@@ -1,0 +1,63 @@
+"""Which activations of a layer are kept for backward, and which are computed again.
+
+* "none": everything the operations save. Fastest, most memory.
+* "matmuls": the results of matrix products and attention are kept, and the element-wise work between them (norms,
+  rotation, SwiGLU) is computed again from them: 6 % more time, two thirds of the memory (measured, `docs/numerics.md`).
+* "layers": only each layer's input is kept; its products are computed again, all but the last: a layer that ends in a
+  product with a residual inside (`ops.quant_linear`, `residual_TN`) has its output kept, which is the next layer's
+  input and costs nothing. A third more time, a fourteenth of the memory.
+
+A model knows only `run_layer`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+POLICIES = ("none", "matmuls", "layers")
+
+# Position of `residual_TN` among the arguments.
+_RESIDUAL = {torch.ops.pyggtrain.quant_linear.default: 5, torch.ops.pyggtrain.lora_linear.default: 9}
+_KEPT_BY_MATMULS = {
+    *_RESIDUAL,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT_BY_MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_layer_output(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_output = op in _RESIDUAL and args[_RESIDUAL[op]] is not None
+    return CheckpointPolicy.MUST_SAVE if is_output else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_CONTEXTS = {
+    "matmuls": partial(create_selective_checkpoint_contexts, _keep_matmuls),
+    "layers": partial(create_selective_checkpoint_contexts, _keep_layer_output),
+}
+
+
+def run_layer(layer: Callable[..., torch.Tensor], *inputs: Any, policy: str) -> torch.Tensor:
+    """layer(*inputs), keeping for backward what `policy` says. Values and gradients are the same under every policy.
+
+    Args:
+        layer: a layer of a model.
+        policy: "none", "matmuls" or "layers".
+
+    Raises:
+        ValueError: another policy.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"checkpoint policy {policy!r}: needed one of {', '.join(POLICIES)}")
+    if policy == "none" or not torch.is_grad_enabled():
+        return layer(*inputs)
+    output: torch.Tensor = checkpoint(layer, *inputs, use_reentrant=False, context_fn=_CONTEXTS[policy])
+    return output

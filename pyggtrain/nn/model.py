@@ -1,0 +1,63 @@
+"""What training sees of a model, whatever its architecture."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from pyggtrain.nn.batch import Batch
+from pyggtrain.nn.quant_linear import QuantLinear
+
+
+class Model(nn.Module, ABC):
+    """A model file, ready to compute on its own blocks.
+
+    Attributes:
+        architecture: `general.architecture` of the file.
+        linears: every weight that an adapter may train, by its tensor name. llama.cpp applies a low-rank pair to
+            exactly these.
+        untrainable: the file's other tensors by name, each with the reason why an adapter cannot train it.
+        head_is_tied: the output head is the token embedding; no adapter can hold its change.
+        checkpoint_policy: which activations are kept for backward, see `nn.checkpointing`.
+        loss_chunk: tokens whose logits exist at the same time in `loss`; None: as many as 64 MiB hold.
+    """
+
+    def __init__(self, architecture: str) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.linears: dict[str, QuantLinear] = {}
+        self.untrainable: dict[str, str] = {}
+        self.head_is_tied = False
+        self.checkpoint_policy = "none"
+        self.loss_chunk: int | None = None
+
+    @property
+    @abstractmethod
+    def layers(self) -> list[nn.Module]:
+        """The layers in the order in which they run."""
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
+        """Summed cross entropy in nats over the batch's targets (scalar float32 with gradient), and their number.
+
+        Logits are never stored beyond a chunk; without gradients enabled none is computed.
+        """
+
+    @abstractmethod
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """float32 [T, V], one row per token of the batch."""
+
+
+def why_untrainable(name: str, *, head_is_tied: bool) -> str:
+    """Why an adapter cannot train a tensor that is no linear of the model, as the end of a sentence about it."""
+    if name == "token_embd.weight":
+        if head_is_tied:
+            return "is the embedding and the output head in one (tied), and llama.cpp aborts when an adapter changes it"
+        return "is the token embedding, whose training is not implemented"
+    if name.endswith("norm.weight"):
+        return "is a norm weight, and llama.cpp silently drops those from an adapter"
+    if name.startswith("rope_"):
+        return "is a table of rotation factors, no weight, and llama.cpp refuses an adapter that names it"
+    if name.endswith(".bias"):
+        return "is a vector, and LoRA needs a matrix"
+    return "is not used by the model, so training it would change nothing"

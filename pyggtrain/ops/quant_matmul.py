@@ -1,0 +1,141 @@
+"""Products with a quantised weight W [N, K]: y = x Wᵀ and dx = dy W, without autograd. The ops build on them.
+
+Two ways to compute y on a CPU:
+
+* "exact": rows of W are dequantised into the workspace, a chunk at a time, and torch multiplies in float32. This is the
+  mathematics that backward differentiates.
+* "ggml": llama.cpp's own kernel, which first rounds x to 8-bit blocks (0.5-0.7 % relative, `docs/numerics.md`). It is
+  what llama-server will compute, and for some types the faster one. Backward treats the rounding of x as identity.
+
+dx is always exact: ggml's `out_prod` decodes every row again for every row of dy (6-27 times slower, measured).
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from pyggtrain import _bridge
+from pyggtrain.ops import workspace
+from pyggtrain.ops.dequantize import FLOAT_TYPES, dequantize_rows
+
+COMPUTE = ("auto", "exact", "ggml")
+
+# Below this many rows decoding W costs more than the product, and ggml's kernels decode in registers.
+FEW_ROWS = 32
+
+# Types with a tiled kernel in ggml (ggml-cpu/tiled): at 512 rows 1.1-1.7 times faster than decoding + torch with AVX2,
+# 2.5 times with AVX-512. The other block types are level or slower there (Q4_1 and Q5_1 by half), so they take the
+# exact way.
+TILED_TYPES = frozenset(
+    [
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"),
+    ]
+)
+
+# ggml multiplies these with plain scalar code, 3 times slower than decoding at 8 rows and 20 times at 256.
+SCALAR_TYPES = frozenset({"Q2_0"})
+
+
+def chosen_compute(compute: str, type: str, num_rows: int, dtype: torch.dtype) -> str:
+    """What "auto" means for x [num_rows, K] of `dtype`: "exact" or "ggml"."""
+    if compute != "auto":
+        return compute
+    if type in FLOAT_TYPES or type in SCALAR_TYPES or dtype != torch.float32:
+        return "exact"
+    return "ggml" if num_rows < FEW_ROWS or type in TILED_TYPES else "exact"
+
+
+def check(x: torch.Tensor, num_columns: int, compute: str) -> None:
+    """Raise ValueError unless x is float32 or float64 [T, num_columns] and `compute` is known."""
+    if compute not in COMPUTE:
+        raise ValueError(f"compute={compute!r}: needed one of {', '.join(COMPUTE)}")
+    if x.dim() != 2 or x.shape[1] != num_columns:
+        raise ValueError(f"x has shape {tuple(x.shape)}: needed [T, {num_columns}], the weight's row length")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"x is {x.dtype}: needed float32 (float64 for references)")
+    if compute == "ggml" and x.dtype != torch.float32:
+        raise ValueError(f"compute='ggml' takes float32, x is {x.dtype}")
+
+
+def _chunks(
+    blocks: torch.Tensor, type: str, num_columns: int, dtype: torch.dtype
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield (first row, end row, rows of W as [n, K] in `dtype`), each valid until the next one is asked for."""
+    num_rows = blocks.shape[0]
+    if type == "F32" and dtype == torch.float32:
+        # Stored as torch wants it: no copy, no chunk.
+        yield 0, num_rows, blocks.view(torch.float32)
+        return
+    step = workspace.rows_per_chunk(num_rows, num_columns)
+    for first in range(0, num_rows, step):
+        end = min(first + step, num_rows)
+        chunk = workspace.rows(end - first, num_columns, blocks.device)
+        dequantize_rows(blocks[first:end], type, chunk)
+        yield first, end, chunk.to(dtype)
+
+
+def forward(
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    type: str,
+    *,
+    compute: str,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """y = x Wᵀ, or y += x Wᵀ.
+
+    A sum that ends in a product costs less than a product followed by sums: the product adds to what is there while it
+    is in registers. So callers write first what shall be added, and let the product come last.
+
+    Args:
+        x: [T, K] float32 or float64.
+        blocks: uint8 [N, row_bytes] of `type`.
+        compute: "exact", "ggml" or "auto".
+        out: [T, N] contiguous, to write or add to; None allocates.
+        accumulate: add to what `out` holds.
+
+    Returns:
+        `out`.
+    """
+    y = x.new_empty(x.shape[0], blocks.shape[0]) if out is None else out
+    if chosen_compute(compute, type, x.shape[0], x.dtype) == "ggml":
+        product = torch.empty_like(y) if accumulate else y
+        # An operation sees its inputs as they are, and a tensor that wants a gradient cannot be lent to the bridge.
+        _bridge.mul_mat(type, blocks, x.detach().contiguous(), product, torch.get_num_threads())
+        return y.add_(product) if accumulate else y
+    for first, end, w in _chunks(blocks, type, x.shape[1], x.dtype):
+        torch.addmm(y[:, first:end], x, w.t(), beta=float(accumulate), out=y[:, first:end])
+    return y
+
+
+def backward(
+    dy: torch.Tensor,
+    blocks: torch.Tensor,
+    type: str,
+    *,
+    out: torch.Tensor,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """dx = dy W, or dx += dy W: the exact Jacobian of the dequantised weight.
+
+    Args:
+        dy: [T, N].
+        blocks: uint8 [N, row_bytes] of `type`.
+        out: [T, K], to write or add to.
+        accumulate: add to what `out` holds.
+
+    Returns:
+        `out`.
+    """
+    for first, _, w in _chunks(blocks, type, out.shape[1], dy.dtype):
+        torch.addmm(out, dy[:, first : first + w.shape[0]], w, beta=float(accumulate or first > 0), out=out)
+    return out
+
+
+def start_of(bias_N: torch.Tensor | None, residual_TN: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
+    """bias + residual as a new [T, N] tensor that a product may be added to; None if there is neither."""
+    if residual_TN is not None:
+        return residual_TN.clone() if bias_N is None else residual_TN + bias_N
+    return None if bias_N is None else bias_N.repeat(num_tokens, 1)

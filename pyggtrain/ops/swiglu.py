@@ -1,0 +1,52 @@
+"""y = silu(gate) ∘ up with silu(g) = g sigmoid(g) (Shazeer 2020, eq. 6).
+
+Gradient. With g = gate, u = up, and s = sigmoid(g):
+
+    d_gate = dy ∘ u ∘ s (1 + g (1 - s))
+    d_up   = dy ∘ g s
+
+Saved: gate and up, nothing else.
+"""
+
+from typing import Any
+
+import torch
+
+
+@torch.library.custom_op("pyggtrain::swiglu", mutates_args=(), device_types="cpu")
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+@_swiglu.register_fake
+def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gate)
+
+
+@torch.library.custom_op("pyggtrain::swiglu_backward", mutates_args=(), device_types="cpu")
+def _swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    d_gate = torch.ops.aten.silu_backward(dy * up, gate)
+    d_up = torch.nn.functional.silu(gate).mul_(dy)
+    return d_gate, d_up
+
+
+@_swiglu_backward.register_fake
+def _(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(dy), torch.empty_like(gate)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> Any:
+    return _swiglu_backward(dy, *ctx.saved_tensors)
+
+
+_swiglu.register_autograd(_backward, setup_context=_save)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) ∘ up, both float32 [..., F]."""
+    y: torch.Tensor = _swiglu(gate, up)
+    return y
