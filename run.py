@@ -23,7 +23,9 @@ PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
 # Exact versions of what the tests are known to pass with; see the file for why each pin is there.
 CONSTRAINTS = ROOT / "vendor" / "constraints.txt"
 # llama-cpp-python compiles from source; these leave out what no test uses.
-LLAMA_CPP_PYTHON_OPTIONS = "-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"
+LLAMA_CPP_PYTHON_OPTIONS = (
+    f"-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE={ROOT / 'vendor' / 'llama_cpp_python.cmake'}"
+)
 
 
 def run(*command: str | Path, folder: Path = ROOT, environment: dict[str, str] | None = None) -> None:

@@ -9,12 +9,13 @@ Names are resolved on first use, so that `import pyggtrain` and the command line
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from pyggtrain.api import TrainResult, info, prepare, train, verify
-    from pyggtrain.errors import PyggtrainError
-    from pyggtrain.training.config import TrainConfig
+from pyggtrain._version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from pyggtrain.api import TrainResult, prepare, train, verify
+    from pyggtrain.errors import PyggtrainError
+    from pyggtrain.model_info import info
+    from pyggtrain.training.config import TrainConfig
 
 __all__ = ["PyggtrainError", "TrainConfig", "TrainResult", "__version__", "info", "prepare", "train", "verify"]
 
@@ -22,7 +23,7 @@ _HOMES = {
     "PyggtrainError": "pyggtrain.errors",
     "TrainConfig": "pyggtrain.training.config",
     "TrainResult": "pyggtrain.api",
-    "info": "pyggtrain.api",
+    "info": "pyggtrain.model_info",
     "prepare": "pyggtrain.api",
     "train": "pyggtrain.api",
     "verify": "pyggtrain.api",

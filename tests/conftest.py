@@ -1,12 +1,19 @@
 """Fixtures shared by all tests: the real model from PyPI, its all-F32 copy, and tiny random models."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from pyggtrain.gguf import DeferredTensor, GGUFFile, QuantTensor, quantize_tensor, typed_metadata, write_gguf
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _outside_the_source(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Run in an empty folder: a child process started in the project's own would find the source instead of the wheel."""
+    os.chdir(tmp_path_factory.mktemp("work"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,299 @@
+"""What people call from Python: train, prepare, verify, info. Wiring only; each part has its own module."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pyggtrain import models
+from pyggtrain._version import __version__
+from pyggtrain.adapters import gguf_adapter
+from pyggtrain.data.chat_template import ChatTemplate
+from pyggtrain.data.encode import DataSettings, load_examples
+from pyggtrain.data.rows import read_rows
+from pyggtrain.data.tokens import TextEncoder
+from pyggtrain.errors import AdapterError, ParityError
+from pyggtrain.gguf import GGUFFile, Tokenizer
+from pyggtrain.model_info import ModelInfo, info
+from pyggtrain.nn import LoraPair
+from pyggtrain.training.config import TrainConfig, build_config
+from pyggtrain.training.data import learnt_pieces
+from pyggtrain.training.memory import explained_out_of_memory
+from pyggtrain.training.metrics import read_metrics
+from pyggtrain.training.output import OutputFiles, explained_write_errors, write_text
+from pyggtrain.training.prepare import Preparation, num_usable_cores, prepare
+from pyggtrain.training.progress import Progress, describe_seconds, terminal_progress
+from pyggtrain.training.record import make_record, serve_command, train_command, write_record
+from pyggtrain.training.report import Report, Sample, render
+from pyggtrain.training.trainer import TrainSummary
+from pyggtrain.validation.exact_match import ExactMatches, count_exact_matches
+from pyggtrain.validation.llama_server import ServerRuntime
+from pyggtrain.validation.parity import ParitySettings, verify_adapter
+from pyggtrain.validation.parity_report import ParityReport
+from pyggtrain.validation.runtime import BridgeRuntime, RuntimeSettings
+from pyggtrain.validation.trained_model import TrainedModel
+
+__all__ = [
+    "ModelInfo",
+    "TrainResult",
+    "exact_matches",
+    "info",
+    "prepare",
+    "run",
+    "train",
+    "verify",
+    "write_report",
+]
+
+_SAMPLE_TOKENS = 128
+# For checking an adapter without data.
+_TEXT = (
+    "The lighthouse keeper wrote down the weather every morning, even on days when the fog left nothing to see. Ships "
+    "passed far out, and he knew most of them by the sound of their engines. When the new automatic lamp was "
+    "installed, nobody told him to stop."
+)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Outcome of a run.
+
+    Attributes:
+        files: where everything was written; `files.adapter` is the adapter.
+        summary: losses, steps, tokens.
+        parity: comparison with llama.cpp; None if it was turned off.
+        report: contents of the report page; `write_report` writes it again after a change.
+    """
+
+    files: OutputFiles
+    summary: TrainSummary
+    parity: ParityReport | None
+    report: Report
+
+
+def train(
+    model: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | Sequence[str] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    config: TrainConfig | str | Path | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> TrainResult:
+    """Train a LoRA adapter on an unchanged GGUF file, compare it with llama.cpp, and write it with record and report.
+
+    Args:
+        model: GGUF file.
+        data: one or more files of rows.
+        output: adapter to write.
+        config: a `TrainConfig`, or a YAML or TOML file of settings; the arguments win over it.
+        progress: told about each step; by default a live line on a terminal, plain lines elsewhere, on stderr.
+        settings: any other field of `TrainConfig`; unknown names are errors.
+
+    Raises:
+        ParityError: llama.cpp computes something else than what was trained; all files are written.
+        TrainingInterrupted: Ctrl-C or SIGTERM; the checkpoint is written.
+        PyggtrainError: anything else that a person can correct.
+    """
+    given = {"model": model, "data": data, "output": output}
+    ready = prepare(
+        build_config({**{name: value for name, value in given.items() if value is not None}, **settings}, config)
+    )
+    progress = progress or terminal_progress()
+    for name, fact in ready.facts.items():
+        progress.message(f"{name}: {fact}")
+    for line in ready.data.lines():
+        progress.message(line)
+    return run(ready, progress=progress)
+
+
+def run(ready: Preparation, *, progress: Progress) -> TrainResult:
+    """Train what `prepare` returned; see `train`."""
+    config, files = ready.config, ready.files
+    trainer = ready.trainer(progress)
+    with explained_out_of_memory(ready.memory):
+        summary = trainer.run()
+    # Nothing here depends on time or paths: the same run gives the same bytes.
+    provenance = {
+        "version": __version__,
+        "settings": json.dumps(trainer.origin.settings, sort_keys=True),
+        "data_sha256": trainer.origin.data_sha256,
+    }
+    with explained_write_errors(files.adapter):
+        gguf_adapter.save(
+            files.adapter, ready.adapter, ready.base, provenance=provenance, overwrite=config.overwrite or config.resume
+        )
+    parity = _compare(ready) if config.verify else None
+    samples = _answers(ready)
+    record = make_record(ready, summary, json.loads(parity.to_json()) if parity is not None else None)
+    write_record(files.record, record)
+    report = _report(ready, summary, record, parity, samples)
+    write_report(files, report)
+    files.warning.unlink(missing_ok=True)
+    if parity is not None and not parity.passed:
+        write_text(files.warning, parity.table() + "\n")
+        raise ParityError(
+            f"{files.adapter}: llama.cpp computes something else than what was trained. "
+            f"The adapter is kept; do not serve it.\n\n{parity.table()}\n\n"
+            f"The numbers are also in {files.warning} and {files.report}."
+        )
+    return TrainResult(files, summary, parity, report)
+
+
+def write_report(files: OutputFiles, report: Report) -> None:
+    """Write the report page beside the adapter."""
+    write_text(files.report, render(report))
+
+
+def exact_matches(
+    model: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    *,
+    max_rows: int,
+    num_threads: int = 0,
+) -> ExactMatches:
+    """Let llama.cpp answer chats without and with an adapter, and count what is right to the letter.
+
+    Args:
+        model: GGUF file with a chat template.
+        adapter: GGUF adapter.
+        data: rows of `messages` whose last one is the assistant's, in plain text: the wanted answer.
+        max_rows: rows answered at most.
+        num_threads: CPU threads; 0 takes all cores this process may use.
+    """
+    tokenizer = Tokenizer.from_gguf(model)
+    encoder, template = TextEncoder(tokenizer), ChatTemplate.of_model(tokenizer)
+    chats = [row.value["messages"] for row in islice(read_rows(data), max_rows)]
+    prompts = [encoder.prompt(template.render(chat[:-1], add_generation_prompt=True).text) for chat in chats]
+    wanted = [chat[-1]["content"] for chat in chats]
+    # Room for an answer that is a little longer than any right one: enough to see that it does not end.
+    max_new_tokens = max(len(tokenizer.encode(text)) for text in wanted) + 4
+    with closing(_llama_cpp(Path(model), prompts, max_new_tokens, num_threads)) as runtime:
+        runtime.load_adapter(Path(adapter))
+        return count_exact_matches(runtime, prompts, wanted, decode=tokenizer.decode, max_new_tokens=max_new_tokens)
+
+
+def verify(
+    model: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    data: Sequence[str | os.PathLike[str]] = (),
+    *,
+    runtime: str = "bridge",
+    max_tokens: int = 256,
+    num_threads: int = 0,
+    ignore_hash: bool = False,
+) -> ParityReport:
+    """Compare what pyggtrain and llama.cpp compute with base and adapter.
+
+    Args:
+        model: GGUF file.
+        adapter: GGUF adapter, whoever wrote it.
+        data: files of rows to compare on; a built-in paragraph by default.
+        runtime: "bridge", or the http address of a llama-server that has both loaded.
+        max_tokens: tokens compared at most.
+        num_threads: CPU threads; 0 takes all cores this process may use.
+        ignore_hash: accept another base than the one trained on, such as another quantisation of it.
+
+    Returns:
+        The report; it is the caller's part to look at `passed`.
+
+    Raises:
+        AdapterError: the adapter does not fit the base, or holds pairs that have no effect in llama.cpp.
+    """
+    base, tokenizer = GGUFFile.open(model), Tokenizer.from_gguf(model)
+    file = gguf_adapter.load(adapter)
+    gguf_adapter.check_against_base(file, base, ignore_hash=ignore_hash)
+    loaded = models.load(base)
+    pairs = {}
+    for name, (lora_a, lora_b) in file.pairs.items():
+        if name not in loaded.linears:
+            raise AdapterError(
+                f"{name} in {adapter}: {loaded.untrainable.get(name, 'is no linear of the model')}. Train without it."
+            )
+        pairs[name] = loaded.linears[name].lora = LoraPair(lora_a, lora_b, scale=file.scale(name))
+    examples, _ = load_examples(data or [{"text": _TEXT}], tokenizer, DataSettings(too_long="drop"))
+    documents = [(example.input_ids, example.labels) for example in examples]
+    settings = ParitySettings(max_tokens=max_tokens, num_threads=num_threads or num_usable_cores())
+    served = None if runtime == "bridge" else ServerRuntime(runtime)
+    return verify_adapter(
+        Path(model), Path(adapter), documents, ours=TrainedModel(loaded, pairs), settings=settings, served=served
+    )
+
+
+def _compare(ready: Preparation) -> ParityReport:
+    config = ready.config
+    return verify_adapter(
+        ready.base.path,
+        ready.files.adapter,
+        ready.data.documents(),
+        ours=TrainedModel(ready.model, ready.adapter.pairs),
+        settings=ParitySettings(max_tokens=config.verify_tokens, num_threads=config.num_threads or num_usable_cores()),
+        served=None if config.runtime == "bridge" else ServerRuntime(config.runtime),
+    )
+
+
+def _answers(ready: Preparation) -> list[Sample]:
+    """Let llama.cpp answer `sample_prompts` without and with the adapter."""
+    if not ready.config.sample_prompts:
+        return []
+    encoder, template = TextEncoder(ready.tokenizer), ready.data.template
+    prompts = []
+    for text in ready.config.sample_prompts:
+        rendered = (
+            text
+            if template is None
+            else template.render([{"role": "user", "content": text}], add_generation_prompt=True).text
+        )
+        prompts.append(encoder.prompt(rendered))
+    with closing(_llama_cpp(ready.base.path, prompts, _SAMPLE_TOKENS, ready.config.num_threads)) as runtime:
+        runtime.load_adapter(ready.files.adapter)
+        before, after = (
+            [ready.tokenizer.decode(runtime.generate(prompt, _SAMPLE_TOKENS, scale=scale)) for prompt in prompts]
+            for scale in (None, 1.0)
+        )
+    return [Sample(*texts) for texts in zip(ready.config.sample_prompts, before, after, strict=True)]
+
+
+def _llama_cpp(base: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_threads: int) -> BridgeRuntime:
+    num_ctx = max(map(len, prompts)) + max_new_tokens
+    return BridgeRuntime(
+        base, RuntimeSettings(num_ctx=num_ctx, num_ubatch=num_ctx, num_threads=num_threads or num_usable_cores())
+    )
+
+
+def _report(
+    ready: Preparation,
+    summary: TrainSummary,
+    record: Mapping[str, Any],
+    parity: ParityReport | None,
+    samples: Sequence[Sample],
+) -> Report:
+    return Report(
+        title=ready.files.adapter.name,
+        command=train_command(ready.config),
+        serve=serve_command(ready.config, ready.files),
+        summary={**_result_facts(summary), **ready.facts},
+        data=ready.data.lines(),
+        metrics=list(read_metrics(ready.files.metrics)),
+        preview=learnt_pieces(ready.data.rows[0], ready.tokenizer),
+        samples=samples,
+        parity=parity.rows() if parity is not None else [],
+        has_passed=parity.passed if parity is not None else None,
+        settings=record["settings"],
+        versions=record["versions"],
+    )
+
+
+def _result_facts(summary: TrainSummary) -> dict[str, str]:
+    facts = {"training loss": f"{summary.loss:.4f} nats per learnt token in the last logged steps"}
+    if summary.first_eval_loss is not None and summary.eval_loss is not None:
+        facts["held-out loss"] = f"{summary.first_eval_loss:.4f} before, {summary.eval_loss:.4f} after"
+    if summary.num_skipped:
+        facts["skipped"] = f"{summary.num_skipped} steps, because a gradient was not finite"
+    facts["time"] = f"{summary.num_tokens:,} tokens in {describe_seconds(summary.seconds)}"
+    return facts

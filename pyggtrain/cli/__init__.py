@@ -1,0 +1,70 @@
+"""The command line. Each command is a module with `run(arguments) -> exit code`, imported when it is asked for."""
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "train": "train a LoRA adapter on a GGUF file",
+    "verify": "check an adapter against llama.cpp",
+    "info": "show what a GGUF file holds",
+    "quickstart": "train a small real model on this machine and measure the effect",
+}
+"""Command -> what it does; the module has the command's name."""
+
+_USAGE = "usage: pyggtrain COMMAND ...\n\n{commands}\n\n`pyggtrain COMMAND --help` explains a command.\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit code: 0 done, 2 a mistake to correct, 3 llama.cpp disagrees, 130 stopped by the user.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(_USAGE.format(commands="\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items())))
+        return 0
+    name, *rest = arguments
+    if name in ("-V", "--version"):
+        from pyggtrain._version import __version__
+
+        sys.stdout.write(f"pyggtrain {__version__}\n")
+        return 0
+    if name not in COMMANDS:
+        sys.stderr.write(f"pyggtrain: no command '{name}'; there are {', '.join(COMMANDS)}\n")
+        return 2
+    return _guarded(name, rest)
+
+
+def _guarded(name: str, arguments: list[str]) -> int:
+    from pyggtrain.errors import PyggtrainError
+
+    _show_log()
+    # A trace helps who debugs pyggtrain; everyone else needs the message.
+    show_trace = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        return int(import_module(f"pyggtrain.cli.{name}").run(arguments))
+    except PyggtrainError as error:
+        if show_trace:
+            raise
+        sys.stderr.write(f"\npyggtrain {name}: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt as stop:
+        sys.stderr.write(f"\n{str(stop) or 'Stopped.'}\n")
+        return 128 + signal.SIGINT
+
+
+def _show_log() -> None:
+    """Show what the library logs (what it read otherwise than written, left out, or chose) as plain lines on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("pyggtrain")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,42 @@
+"""`pyggtrain train model.gguf chat.jsonl -o adapter.gguf`."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pyggtrain.cli.arguments import parse_settings
+from pyggtrain.cli.tables import facts_table
+from pyggtrain.training.config import TrainConfig, build_config
+
+if TYPE_CHECKING:
+    from pyggtrain.api import TrainResult
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Show the plan, train, show the comparison with llama.cpp and how to serve the adapter; return 0."""
+    settings, config_file, is_dry_run = parse_settings(arguments, "pyggtrain train")
+    train(build_config(settings, config_file), is_dry_run=is_dry_run)
+    return 0
+
+
+def train(config: TrainConfig, *, is_dry_run: bool = False) -> "TrainResult | None":
+    """Do what the settings say and show it; None after a dry run."""
+    # torch is imported only once the settings are known to be right.
+    from pyggtrain import api
+    from pyggtrain.training.progress import terminal_progress
+
+    ready = api.prepare(config)
+    say(facts_table(ready.facts), *ready.data.lines())
+    say("\nFirst row; what stands between « and » is learnt:\n", ready.preview(color=sys.stdout.isatty()), "")
+    if is_dry_run:
+        return None
+    result = api.run(ready, progress=terminal_progress())
+    if result.parity is not None:
+        say("", result.parity.table())
+    say(f"\nadapter: {result.files.adapter}", f"report:  {result.files.report}", f"serve:   {result.report.serve}")
+    return result
+
+
+def say(*lines: str) -> None:
+    """Write lines to stdout at once, so that they keep their order with what goes to stderr."""
+    print(*lines, sep="\n", flush=True)

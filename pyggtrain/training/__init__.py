@@ -1,0 +1,1 @@
+"""Training: settings, schedule, optimiser, loop, checkpoints, metrics, report. Knows nothing of architectures."""

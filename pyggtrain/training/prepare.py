@@ -1,0 +1,243 @@
+"""Everything that can go wrong before the first step, and the plan of the run that a person sees."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from pyggtrain import models
+from pyggtrain.adapters.lora import LoraAdapter, LoraConfig, attach
+from pyggtrain.data.preview import preview
+from pyggtrain.errors import ConfigError, UnsupportedError
+from pyggtrain.gguf import GGUFFile, Tokenizer
+from pyggtrain.nn import Model
+from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
+from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.data import RunData, load_data
+from pyggtrain.training.memory import MemoryPlan, mib, plan_memory
+from pyggtrain.training.output import OutputFiles, check_free_space, check_output
+from pyggtrain.training.progress import Progress
+from pyggtrain.training.schedule import num_warmup_steps
+from pyggtrain.training.trainer import Trainer, count_steps
+
+
+@dataclass(frozen=True, eq=False)
+class Preparation:
+    """A run that is ready to start; nothing has been written.
+
+    Attributes:
+        config: settings.
+        files: where it will write.
+        base: the base file.
+        tokenizer: of the base file.
+        device: where it computes.
+        max_length: longest row in tokens, the limit in force.
+        data: encoded rows.
+        model: with its adapter attached and its checkpoint policy set.
+        adapter: what will be trained.
+        memory: expected memory.
+        checkpoint: state to continue from, None for a new run.
+        started: when the run was started first (ISO 8601).
+    """
+
+    config: TrainConfig
+    files: OutputFiles
+    base: GGUFFile
+    tokenizer: Tokenizer
+    device: torch.device
+    max_length: int
+    data: RunData
+    model: Model
+    adapter: LoraAdapter
+    memory: MemoryPlan
+    checkpoint: Checkpoint | None
+    started: str
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """The plan, for a person: name -> value."""
+        config, adapter, data = self.config, self.adapter, self.data
+        pairs = adapter.pairs.values()
+        num_steps = count_steps(config, len(data.rows))
+        kinds = Counter(_kind(name) for name in adapter.pairs)
+        facts = {
+            "base": f"{self.base.path} ({self.base.architecture}, {mib(self.base.file_bytes)}), read only",
+            "output": str(self.files.adapter),
+            "trained": ", ".join(f"{kind} x {count}" for kind, count in kinds.items()),
+            "trainable": f"{adapter.num_parameters:,} parameters in {len(adapter.pairs)} pairs; "
+            f"r {_span(pair.rank for pair in pairs)}, factor {_span(pair.scale for pair in pairs)}",
+        }
+        if untouched := _layers_without_adapter(self.model, adapter):
+            facts["untouched"] = (
+                f"{len(untouched)} of {len(self.model.layers)} layers have no adapter: {_ranges(untouched)}"
+            )
+        facts |= {
+            "rows": f"{len(data.rows)} to train on, {len(data.held_out)} held out; "
+            f"at most {self.max_length} tokens each",
+            "steps": f"{num_steps} of {config.step_rows} rows ({config.per_device_train_batch_size} x "
+            f"{config.gradient_accumulation_steps}), {num_steps * config.step_rows / len(data.rows):.2f} epochs",
+            "rate": f"{config.learning_rate:g}, {config.lr_scheduler_type}, "
+            f"{num_warmup_steps(config, num_steps)} steps of warm-up",
+            "device": f"{self.device}, {torch.get_num_threads()} threads, compute {config.compute}",
+            "memory": self._memory_text(),
+        }
+        if self.checkpoint is not None:
+            facts["resume"] = f"after step {self.checkpoint.step}, started {self.started}"
+        return facts
+
+    def preview(self, *, color: bool) -> str:
+        """The first training row as text, what is learnt set off."""
+        return preview(self.data.rows[0], self.tokenizer, color=color)
+
+    def trainer(self, progress: Progress) -> Trainer:
+        """Return the loop for this run."""
+        parameters = {}
+        for name, pair in self.adapter.pairs.items():
+            parameters[f"{name}.lora_a"], parameters[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
+        return Trainer(
+            self.model,
+            parameters,
+            self.data.rows,
+            self.data.held_out,
+            config=self.config,
+            files=self.files,
+            base_sha256=self.base.header_sha256,
+            data_sha256=self.data.report.sha256,
+            started=self.started,
+            resume_from=self.checkpoint,
+            device=self.device,
+            progress=progress,
+        )
+
+    def _memory_text(self) -> str:
+        plan = self.memory
+        text = (
+            f"about {mib(plan.total_bytes)}: base file {mib(plan.base_bytes)}, adapter {mib(plan.adapter_bytes)}, "
+            f"activations of {plan.num_tokens} tokens {mib(plan.activation_bytes)} ({plan.policy}), "
+            f"buffers {mib(plan.buffer_bytes)}"
+        )
+        return text if plan.free_bytes is None else f"{text}; free {mib(plan.free_bytes)}"
+
+
+def prepare(config: TrainConfig) -> Preparation:
+    """Check paths, read data, load the model, attach the adapter, measure memory. Writes nothing.
+
+    Raises:
+        OutputError: the output would overwrite something, or cannot be written.
+        GGUFError, UnsupportedError: the base file, or a weight that an adapter cannot train.
+        DataError: the data.
+        ConfigError: settings that do not fit model, data or device.
+    """
+    files = OutputFiles(Path(config.output))
+    check_output(files, Path(config.model), overwrite=config.overwrite, resume=config.resume)
+    torch.set_num_threads(config.num_threads or num_usable_cores())
+    checkpoint = load_checkpoint(files.checkpoint) if config.resume else None
+    started = (
+        checkpoint.started if checkpoint is not None else datetime.now().astimezone().isoformat(timespec="seconds")
+    )
+    base = GGUFFile.open(config.model)
+    device = choose_device(config.device)
+    tokenizer = Tokenizer.from_gguf(config.model)
+    max_length = _max_length(config, base)
+    data = load_data(config, tokenizer, max_length=max_length, started=datetime.fromisoformat(started))
+    model = models.load(base, device=str(device), compute=config.compute)
+    adapter = attach(model, lora_config(config), seed=config.seed)
+    model.train()
+    check_free_space(files, adapter.num_parameters)
+    lengths = sorted(row.num_tokens for row in [*data.rows, *data.held_out])
+    memory = plan_memory(
+        model,
+        max(data.rows, key=lambda row: row.num_tokens).input_ids,
+        policy=config.gradient_checkpointing,
+        num_tokens=sum(lengths[-config.per_device_train_batch_size :]),
+        num_parameters=adapter.num_parameters,
+        num_vocab=tokenizer.num_tokens,
+        base_bytes=base.file_bytes,
+        device=device,
+    )
+    return Preparation(
+        config, files, base, tokenizer, device, max_length, data, model, adapter, memory, checkpoint, started
+    )
+
+
+def lora_config(config: TrainConfig) -> LoraConfig:
+    """Return the part of the settings that describes the adapter."""
+    return LoraConfig(
+        r=config.r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules,
+        layers_to_transform=config.layers_to_transform or None,
+        use_rslora=config.use_rslora,
+        rank_pattern=config.rank_pattern,
+        alpha_pattern=config.alpha_pattern,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that a setting names; "auto" is a GPU if there is one that the operations support.
+
+    Raises:
+        ConfigError: no such device.
+        UnsupportedError: the operations do not run there.
+    """
+    has_cuda_ops = torch._C._dispatch_has_kernel_for_dispatch_key("pyggtrain::lora_linear", "CUDA")
+    if name == "auto":
+        return torch.device("cuda" if has_cuda_ops and torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f'device: found {name!r}; needed: "auto", "cpu", "cuda" or "cuda:1"') from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device: found {name!r}, but torch {torch.__version__} sees no CUDA device; set device to cpu"
+        )
+    if device.type != "cpu" and not (device.type == "cuda" and has_cuda_ops):
+        raise UnsupportedError(
+            f"device: {name!r} is not supported by the operations of this version; set device to cpu"
+        )
+    return device
+
+
+def num_usable_cores() -> int:
+    # Containers and taskset give a process fewer cores than the machine has; only Linux tells.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _max_length(config: TrainConfig, base: GGUFFile) -> int:
+    context_length = base.metadata.get(f"{base.architecture}.context_length")
+    return min(config.max_seq_length, context_length) if isinstance(context_length, int) else config.max_seq_length
+
+
+def _kind(tensor: str) -> str:
+    return re.sub(r"^blk\.\d+\.", "", tensor).removesuffix(".weight")
+
+
+def _layers_without_adapter(model: Model, adapter: LoraAdapter) -> list[int]:
+    touched = {int(found[1]) for name in adapter.pairs if (found := re.match(r"blk\.(\d+)\.", name))}
+    return [index for index in range(len(model.layers)) if index not in touched]
+
+
+def _span(numbers: Iterable[float]) -> str:
+    """Return one number, or the lowest and highest of several."""
+    found = sorted(numbers)
+    lowest, highest = found[0], found[-1]
+    return f"{lowest:g}" if lowest == highest else f"{lowest:g} to {highest:g}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return sorted numbers as "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)

@@ -1,0 +1,326 @@
+"""The whole road on a tiny random model with a real tokenizer: files, refusals, stop and resume, parity, odd paths."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import pyggtrain
+from pyggtrain import api
+from pyggtrain.cli import main
+from pyggtrain.errors import ConfigError, DataError, ParityError
+from pyggtrain.gguf import GGUFFile, quantize_tensor, typed_metadata, write_gguf
+from pyggtrain.training.output import OutputError
+from pyggtrain.training.progress import Progress
+
+FOLDER_NAME = "тест 日本 é"
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory, tiny_llama_path, smollm2) -> Path:
+    """The tiny random llama with SmolLM2's tokenizer, template and an embedding of that size."""
+    path = tmp_path_factory.mktemp(FOLDER_NAME) / "модель 模型.gguf"
+    tiny = GGUFFile.open(tiny_llama_path)
+    metadata = {name: value for name, value in typed_metadata(tiny).items() if not name.startswith("tokenizer.")}
+    metadata |= {name: value for name, value in typed_metadata(smollm2).items() if name.startswith("tokenizer.")}
+    metadata["llama.vocab_size"] = smollm2.metadata["llama.vocab_size"]
+    embedding = torch.randn(metadata["llama.vocab_size"], 64, generator=torch.Generator().manual_seed(3))
+    tensors = [tensor for tensor in tiny.tensors.values() if tensor.name != "token_embd.weight"]
+    write_gguf(path, metadata, [quantize_tensor("token_embd.weight", embedding, "F32"), *tensors])
+    return path
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp(FOLDER_NAME) / "чат.jsonl"
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Count to {number}."},
+                {"role": "assistant", "content": " ".join("one" for _ in range(number))},
+            ]
+        }
+        for number in range(1, 25)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    path = tmp_path / FOLDER_NAME
+    path.mkdir()
+    return path
+
+
+SHORT = {"r": 4, "learning_rate": 1e-2, "max_steps": 4, "num_threads": 1, "verify_tokens": 32, "eval_split": 0.1}
+FLAGS = [word for name, value in SHORT.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def train(model: Path, data: Path, folder: Path, **settings) -> api.TrainResult:
+    return pyggtrain.train(
+        model, str(data), folder / "адаптер.gguf", progress=Progress(), **{**SHORT, "verify": False, **settings}
+    )
+
+
+def test_command_writes_adapter_record_metrics_and_report(chat_model, chats, folder, capfd):
+    before = sha256(chat_model)
+    output = folder / "adapter.gguf"
+    code = main(["train", str(chat_model), str(chats), "-o", str(output), *FLAGS, "--sample-prompts", "Count to 3."])
+    captured = capfd.readouterr()
+    assert code == 0, captured.err
+    assert sha256(chat_model) == before
+
+    for expected in (
+        "attn_q x 2, attn_k x 2, attn_v x 2, attn_output x 2, ffn_gate x 2, ffn_up x 2, ffn_down x 2",
+        "22 to train on, 2 held out; at most 256 tokens each",
+        "activations of",
+        "«one<|im_end|>»",
+        "Parity with llama.cpp: passed",
+        "--lora",
+    ):
+        assert expected in captured.out, expected
+    assert "step 4/4" in captured.err and "held-out loss" in captured.err
+
+    names = {path.name.removeprefix("adapter.gguf") for path in folder.iterdir()}
+    assert names == {"", ".json", ".metrics.jsonl", ".checkpoint", ".report.html"}
+    adapter = GGUFFile.open(output)
+    assert adapter.metadata["general.type"] == "adapter" and len(adapter.tensors) == 28
+    record = json.loads((folder / "adapter.gguf.json").read_text(encoding="utf-8"))
+    assert record["settings"]["r"] == 4 and record["settings"]["model"] == str(chat_model)
+    assert record["adapter"]["sha256"] == sha256(output) and record["data"]["files"][str(chats)] == sha256(chats)
+    assert record["base"]["header_sha256"] == GGUFFile.open(chat_model).header_sha256
+    assert record["parity"]["passed"] is True and record["result"]["num_steps"] == 4
+    assert record["command"].startswith("pyggtrain train ") and "--learning-rate 0.01" in record["command"]
+    assert {"pyggtrain", "torch", "python"} <= record["versions"].keys()
+    page = (folder / "adapter.gguf.report.html").read_text(encoding="utf-8")
+    text = "".join(ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n")).itertext())
+    assert "Count to 3." in text and "Passed" in text and "logits that scale 0 changes" in text
+
+    assert (
+        main(
+            [
+                "verify",
+                str(chat_model),
+                str(output),
+                "--max-tokens",
+                "32",
+                "--num-threads",
+                "1",
+                "--json",
+                str(folder / "p.json"),
+            ]
+        )
+        == 0
+    )
+    assert json.loads((folder / "p.json").read_text(encoding="utf-8"))["passed"] is True
+
+
+def test_recorded_command_gives_the_same_settings(chat_model, chats, folder):
+    import shlex
+
+    from pyggtrain.cli.arguments import parse_settings
+    from pyggtrain.training.config import build_config
+    from pyggtrain.training.record import train_command
+
+    config = build_config(
+        {
+            **SHORT,
+            "model": chat_model,
+            "data": [str(chats), "b c.jsonl"],
+            "output": folder / "a.gguf",
+            "use_rslora": True,
+            "verify": False,
+            "rank_pattern": {"attn_v": 8},
+            "layers_to_transform": [1],
+            "chat_template_kwargs": '{"enable_thinking": false}',
+            "sample_prompts": ["it's?"],
+        }
+    )
+    program, command, *words = shlex.split(train_command(config))
+    settings, file, _ = parse_settings(words, "pyggtrain train")
+    assert (program, command, file) == ("pyggtrain", "train", None)
+    assert build_config(settings) == config
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(chat_model, chats, folder, capfd):
+    layers = ["--layers-to-transform", "1", "--rank-pattern", "attn_v=8", "--use-rslora"]
+    assert main(["train", str(chat_model), str(chats), "-o", str(folder / "a.gguf"), *FLAGS, *layers, "--dry-run"]) == 0
+    text = capfd.readouterr().out
+    assert "in 7 pairs; r 4 to 8, factor 5.65685 to 8" in text
+    assert "1 of 2 layers have no adapter: 0" in text
+    assert list(folder.iterdir()) == []
+
+
+def test_second_run_is_refused_and_overwrite_allows_it(chat_model, chats, folder, capfd):
+    first = train(chat_model, chats, folder, max_steps=1)
+    adapter = sha256(first.files.adapter)
+    arguments = ["train", str(chat_model), str(chats), "-o", str(first.files.adapter), *FLAGS, "--no-verify"]
+    assert main(arguments) == 2
+    message = capfd.readouterr().err
+    assert "адаптер.gguf: exists already" in message and "--overwrite" in message and "Traceback" not in message
+    assert sha256(first.files.adapter) == adapter
+    train(chat_model, chats, folder, max_steps=2, overwrite=True)
+    assert sha256(first.files.adapter) != adapter
+
+
+def test_base_or_a_link_to_it_is_no_output(chat_model, chats, folder):
+    before = sha256(chat_model)
+    link = folder / "адаптер.gguf"
+    link.symlink_to(chat_model)
+    with pytest.raises(OutputError, match="base file itself"):
+        train(chat_model, chats, folder, overwrite=True)
+    assert sha256(chat_model) == before
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes(chat_model, chats, tmp_path):
+    hashes = []
+    for number, seed in enumerate([1, 1, 2]):
+        (tmp_path / str(number)).mkdir()
+        hashes.append(sha256(train(chat_model, chats, tmp_path / str(number), seed=seed).files.adapter))
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_settings_from_a_file_and_from_a_config_object(chat_model, chats, folder):
+    config = folder / "run.yaml"
+    lines = {**SHORT, "model": str(chat_model), "data": [str(chats)], "output": str(folder / "a.gguf"), "verify": False}
+    config.write_text(json.dumps(lines), encoding="utf-8")
+    result = pyggtrain.train(config=config, max_steps=1, progress=Progress())
+    assert result.summary.num_steps == 1
+    again = pyggtrain.TrainConfig(**{**lines, "data": (str(chats),), "overwrite": True})
+    assert sha256(pyggtrain.train(config=again, max_steps=1, progress=Progress()).files.adapter) == sha256(
+        result.files.adapter
+    )
+    with pytest.raises(ConfigError, match="learning_rte: no such setting"):
+        pyggtrain.train(config=config, learning_rte=1)
+
+
+def test_only_rows_whose_prompt_fills_the_window_is_an_error_before_training(chat_model, folder):
+    data = folder / "long.jsonl"
+    long = {"messages": [{"role": "user", "content": "word " * 60}, {"role": "assistant", "content": "yes"}]}
+    good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*[good] * 9, long]), encoding="utf-8")
+    settings = {"max_seq_length": 48, "too_long": "truncate", "bad_rows": "skip", "max_steps": 2}
+    ready = api.prepare(
+        pyggtrain.TrainConfig(model=str(chat_model), data=(str(data),), output=str(folder / "a.gguf"), **settings)
+    )
+    assert len(ready.data.rows) == 9
+    assert any("long.jsonl:10" in line and "limit 48" in line for line in ready.data.lines())
+    assert train(chat_model, data, folder, **settings).summary.loss > 0
+    data.write_text(json.dumps(long) + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"long\.jsonl:1: no learnt token is left"):
+        train(chat_model, data, folder, overwrite=True, **settings)
+
+
+def test_disagreement_with_llama_cpp_exits_with_3_and_keeps_everything(chat_model, chats, folder, monkeypatch, capfd):
+    compare = api.verify_adapter
+
+    def worse(*arguments, **named):
+        report = compare(*arguments, **named)
+        return replace(
+            report, checks=(*report.checks, replace(report.checks[0], name="a broken bound", value=1.0, bound=0.0))
+        )
+
+    monkeypatch.setattr(api, "verify_adapter", worse)
+    output = folder / "a.gguf"
+    assert main(["train", str(chat_model), str(chats), "-o", str(output), *FLAGS]) == ParityError.exit_code == 3
+    message = capfd.readouterr().err
+    assert "a.gguf: llama.cpp computes something else than what was trained" in message and "a broken bound" in message
+    assert output.exists() and "a broken bound" in (folder / "a.gguf.PARITY-FAILED.txt").read_text(encoding="utf-8")
+    assert json.loads((folder / "a.gguf.json").read_text(encoding="utf-8"))["parity"]["passed"] is False
+    assert "Failed:" in (folder / "a.gguf.report.html").read_text(encoding="utf-8")
+    monkeypatch.setattr(api, "verify_adapter", compare)
+    assert main(["train", str(chat_model), str(chats), "-o", str(output), *FLAGS, "--overwrite"]) == 0
+    assert not (folder / "a.gguf.PARITY-FAILED.txt").exists()
+
+
+def start(*arguments: str, folder: Path) -> subprocess.Popen:
+    environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pyggtrain", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder
+    )
+
+
+def test_ctrl_c_and_resume_end_in_the_same_adapter(chat_model, chats, folder, tmp_path, capfd):
+    (tmp_path / "straight").mkdir()
+    settings = {"max_steps": 60, "lora_dropout": 0.1}
+    straight = train(chat_model, chats, tmp_path / "straight", **settings)
+    output = folder / "a.gguf"
+    arguments = [
+        "train",
+        str(chat_model),
+        str(chats),
+        "-o",
+        str(output),
+        *FLAGS,
+        "--max-steps",
+        "60",
+        "--lora-dropout",
+        "0.1",
+        "--no-verify",
+    ]
+    process = start(*arguments, folder=folder)
+    metrics, deadline = folder / "a.gguf.metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("grad_norm") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Continue with the same command and --resume" in errors and "Traceback" not in errors
+    assert {path.name for path in folder.iterdir()} == {"a.gguf.checkpoint", "a.gguf.metrics.jsonl"}
+
+    assert main(arguments) == 2
+    assert "not finished" in capfd.readouterr().err
+    resumed = start(*arguments, "--resume", folder=folder)
+    _, errors = resumed.communicate(timeout=240)
+    assert resumed.returncode == 0, errors
+    assert sha256(output) == sha256(straight.files.adapter)
+
+
+def test_full_disk_at_the_adapter_is_told_and_the_checkpoint_remains(chat_model, chats, folder):
+    code = f"""
+import resource, sys
+from pyggtrain.cli import main
+from pyggtrain.adapters import gguf_adapter
+save = gguf_adapter.save
+def on_full_disk(*arguments, **named):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    save(*arguments, **named)
+gguf_adapter.save = on_full_disk
+output = {str(folder / "a.gguf")!r}
+sys.exit(main(["train", {str(chat_model)!r}, {str(chats)!r}, "-o", output, *{FLAGS!r}, "--no-verify"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2, done.stderr
+    assert (
+        "a.gguf: writing failed" in done.stderr and "bytes are free" in done.stderr and "Traceback" not in done.stderr
+    )
+    assert {path.name for path in folder.iterdir()} == {"a.gguf.checkpoint", "a.gguf.metrics.jsonl"}
+
+
+@pytest.mark.parametrize("targets", [("attn_q", "attn_v"), ("all-linear",)])
+@pytest.mark.parametrize("policy", ["none", "matmuls", "layers"])
+def test_three_steps_on_the_cpu_with_every_policy(chat_model, chats, folder, targets, policy):
+    result = train(chat_model, chats, folder, max_steps=3, target_modules=targets, gradient_checkpointing=policy)
+    assert result.summary.loss > 0 and result.summary.num_skipped == 0
+
+
+def test_targets_that_cannot_be_trained_are_refused_before_training(chat_model, chats, folder):
+    with pytest.raises(pyggtrain.PyggtrainError, match="tied"):
+        train(chat_model, chats, folder, target_modules=("output",))
+    assert list(folder.iterdir()) == []
