@@ -112,6 +112,14 @@ struct input_meanings {
         add(kv->self_v_rot_swa, "v_rot_swa");
     }
 
+    void add(const llm_graph_input_attn_k_dsa * dsa) {
+        add(dsa->self_k_idxs_mla, "k_idxs");
+        add(dsa->self_k_idxs_lid, "k_idxs");
+        add(dsa->self_kq_mask_mla, "kq_mask");
+        add(dsa->self_kq_mask_lid, "kq_mask");
+        add(dsa->self_k_rot_lid, "k_rot");
+    }
+
     void add(const llm_graph_input_rs * rs) { add(rs->s_copy, "s_copy"); }
 
     void add(const llm_graph_input_i * input) {
@@ -127,10 +135,26 @@ struct input_meanings {
         } else if (const auto * no_cache = dynamic_cast<const llm_graph_input_attn_no_cache *>(input)) {
             add(no_cache->self_kq_mask, "kq_mask");
             add(no_cache->self_kq_mask_swa, "kq_mask_swa");
+        } else if (const auto * msa = dynamic_cast<const llm_graph_input_attn_kv_msa *>(input)) {
+            add(static_cast<const llm_graph_input_attn_kv *>(msa));
+            add(msa->self_k_idxs_idx, "k_idxs");
         } else if (const auto * kv = dynamic_cast<const llm_graph_input_attn_kv *>(input)) {
             add(kv);
         } else if (const auto * k = dynamic_cast<const llm_graph_input_attn_k *>(input)) {
             add(k);
+        } else if (const auto * dsa = dynamic_cast<const llm_graph_input_attn_k_dsa *>(input)) {
+            add(dsa);
+        } else if (const auto * dsa_iswa = dynamic_cast<const llm_graph_input_attn_k_dsa_iswa *>(input)) {
+            add(dsa_iswa->get_dsa());
+            add(dsa_iswa->get_swa()->self_k_idxs, "k_idxs_swa");
+            add(dsa_iswa->get_swa()->self_kq_mask, "kq_mask_swa");
+        } else if (const auto * k_iswa = dynamic_cast<const llm_graph_input_attn_k_iswa *>(input)) {
+            add(k_iswa->self_k_idxs, "k_idxs");
+            add(k_iswa->self_k_idxs_swa, "k_idxs_swa");
+            add(k_iswa->self_kq_mask, "kq_mask");
+            add(k_iswa->self_kq_mask_swa, "kq_mask_swa");
+            add(k_iswa->self_k_rot, "k_rot");
+            add(k_iswa->self_k_rot_swa, "k_rot_swa");
         } else if (const auto * iswa = dynamic_cast<const llm_graph_input_attn_kv_iswa *>(input)) {
             add(iswa);
         } else if (const auto * rs = dynamic_cast<const llm_graph_input_rs *>(input)) {
@@ -342,6 +366,13 @@ void register_graph(py::module_ & module) {
         .def_property_readonly("window_type", &graph_source::window_type)
         .def_property_readonly("is_causal", [](const graph_source & self) { return self.hparams().causal_attn; })
         .def_property_readonly("uses_alibi", [](const graph_source & self) { return self.hparams().use_alibi; })
+        .def_property_readonly(
+            "attn_temperature",
+            [](const graph_source & self) {
+                const llama_hparams & h = self.hparams();
+                return py::make_tuple(h.n_attn_temp_floor_scale, h.f_attn_temp_scale, h.f_attn_temp_offset);
+            },
+            "(floor, scale, offset): queries at position p are multiplied by 1 + scale ln(1 + floor((p + offset) / floor)).")
         .def_property_readonly("context_length", [](const graph_source & self) { return (int64_t) self.hparams().n_ctx_train; });
 }
 

@@ -12,7 +12,9 @@ from pyggtrain.gguf import DeferredTensor, GGUFFile, QuantTensor, quantize_tenso
 
 @pytest.fixture(scope="session", autouse=True)
 def _outside_the_source(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Run in an empty folder: a child process started in the project's own would find the source instead of the wheel."""
+    """Run in an empty folder: a child process started in the project's own would find the source instead of the
+    wheel.
+    """
     os.chdir(tmp_path_factory.mktemp("work"))
 
 

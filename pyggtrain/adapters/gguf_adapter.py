@@ -26,7 +26,7 @@ from pyggtrain.gguf import GGUFFile, QuantTensor, TypedValue, write_gguf
 from pyggtrain.ops import dequantize
 
 if TYPE_CHECKING:
-    from pyggtrain._bridge import MetadataValue
+    from pyggtrain.gguf import MetadataValue
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,9 @@ from pyggtrain.errors import ConfigError
 from pyggtrain.training.config import build_config
 
 FOLDER = Path("quickstart")
-MAKE_DATA = Path(__file__).resolve().parents[2] / "examples" / "tool_calls.py"
+# In an installed package the examples lie inside it; in an editable install they lie beside the source.
+_EXAMPLES = [Path(__file__).resolve().parents[level] / "examples" for level in (1, 2)]
+MAKE_DATA = next((folder for folder in _EXAMPLES if folder.exists()), _EXAMPLES[0]) / "tool_calls.py"
 # For a small model and a narrow task. The rows of a step go through the model together, which suits a CPU.
 SETTINGS: dict[str, Any] = {
     "data": str(FOLDER / "train.jsonl"),
@@ -40,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     config = build_config(settings, config_file)
     if not MAKE_DATA.exists():
         raise ConfigError(
-            f"{MAKE_DATA}: not found; it makes the data. Run the quickstart from a checkout of pyggtrain."
+            f"{MAKE_DATA}: not found; it makes the data. The installation is damaged: install pyggtrain again."
         )
     runpy.run_path(str(MAKE_DATA))["main"](FOLDER)
     result = train(config, is_dry_run=is_dry_run)

@@ -1,5 +1,7 @@
 """The GGUF file: what is in it, its tensors as torch views, its tokenizer, and how to write one."""
 
+from typing import TYPE_CHECKING
+
 try:
     from pyggtrain import _bridge as _bridge
 except ImportError as error:
@@ -16,9 +18,13 @@ from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.gguf.tokenizer import Tokenizer
 from pyggtrain.gguf.writer import DeferredTensor, TypedValue, quantize_tensor, typed_metadata, write_gguf
 
+if TYPE_CHECKING:
+    from pyggtrain._bridge import MetadataValue
+
 __all__ = [
     "DeferredTensor",
     "GGUFFile",
+    "MetadataValue",
     "QuantTensor",
     "Tokenizer",
     "TypedValue",
