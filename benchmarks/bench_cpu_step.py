@@ -2,10 +2,12 @@
 
     python benchmarks/bench_cpu_step.py [--threads 2] [--steps 7] [--output results.jsonl]
 
-Both train the same LoRA (r = 8 on all 210 linears of the layers, AdamW) on the same tokens, every token learnt. The baseline is what
-one would write by hand: weights dequantised once and kept, autograd, full logits, torch's own cross entropy. Each system and shape
-runs in a process of its own, so that peak memory (the process's largest resident set, mapped file pages included) is its own.
-Time is wall time of forward + backward + optimiser, median of the steps after one warm-up step; run it on a quiet machine.
+Both train the same LoRA (r = 8 on all 210 linears of the layers, AdamW) on the same tokens, every token learnt. The
+baseline is what
+one would write by hand: weights dequantised once and kept, autograd, full logits, torch's own cross entropy. Each
+system and shape runs in a process of its own, so that peak memory (the process's largest resident set, mapped file
+pages included) is its own. Time is wall time of forward + backward + optimiser, median of the steps after one warm-up
+step; run it on a quiet machine.
 """
 
 import argparse
@@ -197,7 +199,9 @@ def main() -> None:
         print(json.dumps(measure(system, int(batch), int(length), arguments.steps)))
         return
     print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads, torch {torch.__version__}")
-    print(f"{'system':<22}{'tokens':>8}{'s / step':>10}{'tok/s':>8}{'peak MiB':>10}{'time':>7}{'memory':>8}  shares of the step")
+    print(
+        f"{'system':<22}{'tokens':>8}{'s / step':>10}{'tok/s':>8}{'peak MiB':>10}{'time':>7}{'memory':>8}  shares of the step"
+    )
     for batch, length in SHAPES:
         baseline: dict[str, float] = {}
         for system in ("torch float32", *(f"pyggtrain {policy}" for policy in POLICIES)):
