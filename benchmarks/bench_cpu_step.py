@@ -32,10 +32,12 @@ from pyggtrain.adapters import LoraConfig, attach
 from pyggtrain.gguf import GGUFFile, QuantTensor
 from pyggtrain.models import load
 from pyggtrain.nn import Batch
+from pyggtrain.training.memory import return_freed_memory
 
 RANK, ALPHA = 8, 16.0
 SHAPES = ((1, 256), (4, 256))
 POLICIES = ("none", "matmuls", "layers")
+ROW = "{:<22}{:>8}{:>10}{:>8}{:>10}{:>7}{:>8}  {}"
 
 
 def model_path() -> Path:
@@ -125,6 +127,8 @@ def plain_step(file: GGUFFile, tokens: torch.Tensor) -> Callable[[], float]:
 
 
 def packed_step(file: GGUFFile, tokens: torch.Tensor, policy: str) -> Callable[[], float]:
+    # As every training run does.
+    return_freed_memory()
     model = load(file)
     model.checkpoint_policy = policy
     adapter = attach(model, LoraConfig(r=RANK, lora_alpha=ALPHA), seed=0)
@@ -199,9 +203,8 @@ def main() -> None:
         print(json.dumps(measure(system, int(batch), int(length), arguments.steps)))
         return
     print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads, torch {torch.__version__}")
-    print(
-        f"{'system':<22}{'tokens':>8}{'s / step':>10}{'tok/s':>8}{'peak MiB':>10}{'time':>7}{'memory':>8}  shares of the step"
-    )
+    columns = ("system", "tokens", "s / step", "tok/s", "peak MiB", "time", "memory", "shares of the step")
+    print(ROW.format(*columns))
     for batch, length in SHAPES:
         baseline: dict[str, float] = {}
         for system in ("torch float32", *(f"pyggtrain {policy}" for policy in POLICIES)):
@@ -212,12 +215,14 @@ def main() -> None:
             result = json.loads(child.stdout.splitlines()[-1])
             baseline = baseline or result
             parts = ", ".join(f"{name} {share:.0%}" for name, share in result["shares"].items())
-            print(
-                f"{system:<22}{f'{batch}x{length}':>8}{result['seconds']:>10.3f}{batch * length / result['seconds']:>8.0f}"
-                f"{result['peak_mib']:>10.0f}{result['seconds'] / baseline['seconds']:>7.2f}"
-                f"{result['peak_mib'] / baseline['peak_mib']:>8.2f}  {parts}",
-                flush=True,
+            numbers = (
+                f"{result['seconds']:.3f}",
+                f"{batch * length / result['seconds']:.0f}",
+                f"{result['peak_mib']:.0f}",
+                f"{result['seconds'] / baseline['seconds']:.2f}",
+                f"{result['peak_mib'] / baseline['peak_mib']:.2f}",
             )
+            print(ROW.format(system, f"{batch}x{length}", *numbers, parts), flush=True)
             if arguments.output:
                 record = {"system": system, "batch": batch, "length": length, "threads": arguments.threads, **result}
                 record |= {"torch": torch.__version__, "pyggtrain": metadata.version("pyggtrain")}

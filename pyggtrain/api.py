@@ -123,6 +123,8 @@ def run(ready: Preparation, *, progress: Progress) -> TrainResult:
         "settings": json.dumps(trainer.origin.settings, sort_keys=True),
         "data_sha256": trainer.origin.data_sha256,
     }
+    if config.hash_base:
+        provenance["base.sha256"] = ready.base.sha256()
     with explained_write_errors(files.adapter):
         gguf_adapter.save(
             files.adapter, ready.adapter, ready.base, provenance=provenance, overwrite=config.overwrite or config.resume
@@ -187,6 +189,7 @@ def verify(
     max_tokens: int = 256,
     num_threads: int = 0,
     ignore_hash: bool = False,
+    hash_base: bool = False,
 ) -> ParityReport:
     """Compare what pyggtrain and llama.cpp compute with base and adapter.
 
@@ -198,6 +201,7 @@ def verify(
         max_tokens: tokens compared at most.
         num_threads: CPU threads; 0 takes all cores this process may use.
         ignore_hash: accept another base than the one trained on, such as another quantisation of it.
+        hash_base: compare the hash of the whole base file as well, if training stored it.
 
     Returns:
         The report; it is the caller's part to look at `passed`.
@@ -207,7 +211,7 @@ def verify(
     """
     base, tokenizer = GGUFFile.open(model), Tokenizer.from_gguf(model)
     file = gguf_adapter.load(adapter)
-    gguf_adapter.check_against_base(file, base, ignore_hash=ignore_hash)
+    gguf_adapter.check_against_base(file, base, ignore_hash=ignore_hash, hash_base=hash_base)
     loaded = models.load(base)
     pairs = {}
     for name, (lora_a, lora_b) in file.pairs.items():

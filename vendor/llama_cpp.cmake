@@ -90,6 +90,10 @@ set(_options
     -DLLAMA_BUILD_APP=OFF
     -DLLAMA_CURL=OFF
     -DLLAMA_OPENSSL=OFF)
+if(PYGGTRAIN_NATIVE AND CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang")
+  list(APPEND _options "-DCMAKE_PROJECT_llama.cpp_INCLUDE=${CMAKE_CURRENT_LIST_DIR}/ggml_base.cmake")
+  file(SHA256 "${CMAKE_CURRENT_LIST_DIR}/ggml_base.cmake" _ggml_base_options)
+endif()
 # Native code is right only for the processor it was compiled on: a cache folder shared between machines needs the processor in its key.
 if(PYGGTRAIN_NATIVE)
   cmake_host_system_information(RESULT _processor QUERY PROCESSOR_DESCRIPTION)
@@ -97,7 +101,10 @@ if(PYGGTRAIN_NATIVE)
     file(STRINGS /proc/cpuinfo _processor_flags REGEX "^(flags|Features)" LIMIT_COUNT 1)
   endif()
 endif()
-string(SHA256 _key "${_source_dir};${CMAKE_C_COMPILER};${CMAKE_C_COMPILER_VERSION};${CMAKE_CXX_COMPILER};${CMAKE_CXX_COMPILER_VERSION};$ENV{CFLAGS};$ENV{CXXFLAGS};${_options};${_processor};${_processor_flags}")
+# The options file counts by content, not by the place of this checkout.
+set(_keyed_options ${_options})
+list(FILTER _keyed_options EXCLUDE REGEX "_INCLUDE=")
+string(SHA256 _key "${_source_dir};${CMAKE_C_COMPILER};${CMAKE_C_COMPILER_VERSION};${CMAKE_CXX_COMPILER};${CMAKE_CXX_COMPILER_VERSION};$ENV{CFLAGS};$ENV{CXXFLAGS};${_keyed_options};${_ggml_base_options};${_processor};${_processor_flags}")
 string(SUBSTRING "${_key}" 0 12 _key)
 set(_build_dir "${_version_dir}/build-${_key}")
 

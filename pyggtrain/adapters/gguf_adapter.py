@@ -63,9 +63,7 @@ class AdapterFile:
 
 
 def base_fingerprint(base: GGUFFile) -> dict[str, str]:
-    """What identifies a base file: hashes (SHA-256, hex) of its header, its tokenizer and its chat template ("" without
-    one).
-    """
+    """What identifies a base file: SHA-256 (hex) of its header, its tokenizer and its chat template ("" if none)."""
     template = base.chat_template
     return {
         "base.header_sha256": base.header_sha256,
@@ -191,7 +189,9 @@ def _read_pairs(file: GGUFFile) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return pairs
 
 
-def check_against_base(adapter: AdapterFile, base: GGUFFile, *, ignore_hash: bool = False) -> None:
+def check_against_base(
+    adapter: AdapterFile, base: GGUFFile, *, ignore_hash: bool = False, hash_base: bool = False
+) -> None:
     """Make sure that an adapter belongs to a base, before llama.cpp gets to see both.
 
     Args:
@@ -199,6 +199,7 @@ def check_against_base(adapter: AdapterFile, base: GGUFFile, *, ignore_hash: boo
         base: the file to serve it with.
         ignore_hash: accept a base other than the one the adapter was trained on, e.g. another quantisation of the same
             model. Shapes and names are still checked.
+        hash_base: compare the hash of the whole file too, which reads all of it.
 
     Raises:
         AdapterError: another architecture, a pair that does not fit, or (unless `ignore_hash`) another file.
@@ -217,6 +218,14 @@ def check_against_base(adapter: AdapterFile, base: GGUFFile, *, ignore_hash: boo
         for key, meaning in _BASE_KEYS.items()
         if key in adapter.provenance and adapter.provenance[key] != fingerprint[key]
     ]
+    if hash_base:
+        if (trained_on := adapter.provenance.get("base.sha256")) is None:
+            raise AdapterError(
+                f"{adapter.path} holds no hash of its whole base file. It is stored by training with --hash-base; "
+                "without it only the header, tokenizer and template can be compared."
+            )
+        if (found := base.sha256()) != trained_on:
+            different.append(f"file contents (trained on {trained_on[:12]}, found {found[:12]})")
     if different:
         raise AdapterError(
             f"{adapter.path} was trained on another file than {base.path}. Different are: {', '.join(different)}. "

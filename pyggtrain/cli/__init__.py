@@ -10,6 +10,7 @@ COMMANDS = {
     "train": "train a LoRA adapter on a GGUF file",
     "verify": "check an adapter against llama.cpp",
     "info": "show what a GGUF file holds",
+    "architectures": "show which models can be trained",
     "quickstart": "train a small real model on this machine and measure the effect",
 }
 """Command -> what it does; the module has the command's name."""
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(_USAGE.format(commands="\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items())))
+        sys.stdout.write(_USAGE.format(commands="\n".join(f"  {name:<14} {text}" for name, text in COMMANDS.items())))
         return 0
     name, *rest = arguments
     if name in ("-V", "--version"):

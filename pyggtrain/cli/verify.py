@@ -24,6 +24,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens compared at most (default: 256)")
     parser.add_argument("--num-threads", type=int, default=0, help="CPU threads (default: all cores)")
     parser.add_argument("--ignore-hash", action="store_true", help="accept another base than the one trained on")
+    parser.add_argument("--hash-base", action="store_true", help="compare the hash of the whole base file as well")
     parser.add_argument("--json", metavar="FILE", help="write the report to FILE as well")
     parsed = parser.parse_args(arguments)
 
@@ -38,6 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         max_tokens=parsed.max_tokens,
         num_threads=parsed.num_threads,
         ignore_hash=parsed.ignore_hash,
+        hash_base=parsed.hash_base,
     )
     if parsed.json is not None:
         write_text(Path(parsed.json), report.to_json() + "\n")

@@ -1,5 +1,7 @@
 """Hand-written models: one file per `general.architecture`, all with the face of `nn.Model`."""
 
+import torch
+
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.models.llama import Llama
@@ -8,7 +10,9 @@ from pyggtrain.nn import Model
 ARCHITECTURES: dict[str, type[Llama]] = {"llama": Llama}
 
 
-def load(file: GGUFFile, *, device: str = "cpu", compute: str = "auto", num_ctx: int | None = None) -> Model:
+def load(
+    file: GGUFFile, *, device: torch.device | str = "cpu", compute: str = "auto", num_ctx: int | None = None
+) -> Model:
     """Build the model of a file on top of its own blocks.
 
     Every tensor is checked against the metadata's shapes. On the CPU none is copied.

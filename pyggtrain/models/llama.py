@@ -237,7 +237,7 @@ class Llama(Model):
     """
 
     def __init__(
-        self, file: GGUFFile, *, device: str = "cpu", compute: str = "auto", num_ctx: int | None = None
+        self, file: GGUFFile, *, device: torch.device | str = "cpu", compute: str = "auto", num_ctx: int | None = None
     ) -> None:
         super().__init__(file.architecture)
         config = Config.read(file)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from pyggtrain.errors import GGUFError, UnsupportedError
 from pyggtrain.gguf import GGUFFile, QuantTensor
 
@@ -137,7 +139,7 @@ class Tensors:
         device: where blocks go. On the CPU they stay where the file is mapped.
     """
 
-    def __init__(self, file: GGUFFile, device: str) -> None:
+    def __init__(self, file: GGUFFile, device: torch.device | str) -> None:
         self._file = file
         self._device = device
         self._taken: set[str] = set()

@@ -2,7 +2,7 @@
 
 * "none": everything the operations save. Fastest, most memory.
 * "matmuls": the results of matrix products and attention are kept, and the element-wise work between them (norms,
-  rotation, SwiGLU) is computed again from them: 6 % more time, two thirds of the memory (measured, `docs/numerics.md`).
+  rotation, SwiGLU) is computed again from them: 5 to 10 % more time, two thirds of the memory (`docs/numerics.md`).
 * "layers": only each layer's input is kept; its products are computed again, all but the last: a layer that ends in a
   product with a residual inside (`ops.quant_linear`, `residual_TN`) has its output kept, which is the next layer's
   input and costs nothing. A third more time, a fourteenth of the memory.

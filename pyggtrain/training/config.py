@@ -144,6 +144,9 @@ class TrainConfig:
     runtime: str = "bridge"
     """llama.cpp to compare with: "bridge" (built in), or the http address of a llama-server that has base and adapter
     loaded."""
+    hash_base: bool = False
+    """Store the SHA-256 of the whole base file in the adapter, not only that of its header; `pyggtrain verify
+    --hash-base` compares it. Reads every byte of the file: minutes for 100 GiB."""
     sample_prompts: tuple[str, ...] = ()
     """Questions answered by llama.cpp without and with the adapter at the end; shown in the report."""
 

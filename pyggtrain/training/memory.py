@@ -7,6 +7,8 @@ device.
 """
 
 import contextlib
+import ctypes
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from pyggtrain.ops import workspace
 from pyggtrain.ops.linear_cross_entropy import DEFAULT_CHUNK_BYTES
 
 _PROBE_TOKENS = 32
+# glibc's malloc.h.
+_M_MMAP_THRESHOLD = -3
 # How much more than the tensors the C library's allocator holds on to. Measured with glibc and SmolLM2-135M, 512
 # tokens: 1.21 to 1.95 times for tensors below 32 MiB; larger ones, as larger models have, go back to the system at
 # once.
@@ -75,6 +79,19 @@ class MemoryPlan:
             self.free_bytes is None
             or _ALLOCATOR_FACTOR * (self.total_bytes - self.base_bytes) <= _USABLE * self.free_bytes
         )
+
+
+def return_freed_memory() -> None:
+    """Make glibc give freed blocks of 1 MiB and more back to the system at once, for this process; elsewhere nothing.
+
+    Left alone, it raises that size to 32 MiB after the first large block and keeps what is freed, scattered: a step of
+    1024 tokens with policy "layers" then holds 708 MiB instead of 465 (SmolLM2-135M, measured).
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def plan_memory(

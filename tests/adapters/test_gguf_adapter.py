@@ -291,3 +291,19 @@ def test_another_file_of_the_same_shape_is_refused_unless_asked_for(tied, tmp_pa
     assert "tokenizer" not in str(error.value)
     adapters.check_against_base(file, other, ignore_hash=True)
     adapters.check_against_base(file, tied)
+
+
+def test_one_changed_weight_is_found_by_the_hash_of_the_whole_file(tied, tmp_path):
+    _, adapter = trained(tied)
+    adapters.save(tmp_path / "plain.gguf", adapter, tied)
+    adapters.save(tmp_path / "hashed.gguf", adapter, tied, provenance={"base.sha256": tied.sha256()})
+    content = bytearray(tied.path.read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "other.gguf").write_bytes(content)
+    other, hashed = GGUFFile.open(tmp_path / "other.gguf"), adapters.load(tmp_path / "hashed.gguf")
+    adapters.check_against_base(hashed, tied, hash_base=True)
+    adapters.check_against_base(hashed, other)
+    with pytest.raises(AdapterError, match="file contents"):
+        adapters.check_against_base(hashed, other, hash_base=True)
+    with pytest.raises(AdapterError, match="holds no hash of its whole base"):
+        adapters.check_against_base(adapters.load(tmp_path / "plain.gguf"), tied, hash_base=True)
