@@ -15,7 +15,7 @@ FILES = {
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "NOTICE"),
     *("pyproject.toml", "CMakeLists.txt", "run.py", ".gitignore", ".clang-format"),
 }
-ROOMS = {"gguf", "ops", "nn", "models", "adapters", "data", "training", "validation", "cli"}
+ROOMS = {"gguf", "ops", "nn", "models", "graph", "adapters", "data", "training", "validation", "cli"}
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "stuff"}
 
 

@@ -1,0 +1,186 @@
+"""The cases that tests, the self-test and the benchmarks of all kernels run: one list, so that a speed is never quoted
+for a shape that nobody checks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from pyggtrain.kernels.dequant import DECODERS
+
+HALF_OFFSETS: dict[str, tuple[int, ...]] = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "IQ1_M": (),
+    "MXFP4": (),
+    "NVFP4": (),
+}
+"""Byte offsets of the float16 fields in a block; types not listed have one, at 0."""
+
+
+def random_blocks(
+    type: str, rows: int, num_columns: int, *, generator: torch.Generator, magnitude: float = 1e-2
+) -> torch.Tensor:
+    """Random valid blocks: every bit of the packed weights random, scales finite, about `magnitude`, of either sign.
+
+    One half in sixteen is a float16 subnormal, because that is where a decoder that handles halves by hand goes wrong.
+
+    Args:
+        num_columns: a multiple of the type's block size.
+        generator: its device is where the blocks are made.
+
+    Returns:
+        uint8 [rows, row_bytes] on the generator's device.
+    """
+    decoder = DECODERS[type]
+    device = generator.device
+    num_blocks = rows * num_columns // decoder.block_size
+    blocks = torch.randint(
+        0, 256, (num_blocks, decoder.block_bytes), dtype=torch.uint8, device=device, generator=generator
+    )
+    for offset in HALF_OFFSETS.get(type, (0,)):
+        halves = torch.randn(num_blocks, 1, device=device, generator=generator) * magnitude
+        halves = torch.where(
+            torch.rand(num_blocks, 1, device=device, generator=generator) < 1 / 16, halves * 2e-3, halves
+        )
+        blocks[:, offset : offset + 2] = halves.to(torch.float16).view(torch.uint8)
+    if type == "IQ1_M":
+        # the half is spread over the top nibbles of bytes 49, 51, 53, 55; its exponent lives in the last
+        blocks[:, 55] = blocks[:, 55] & 0x0F | 0x20
+    if type == "MXFP4":
+        blocks[:, 0] = blocks[:, 0] % 250
+    if type == "NVFP4":
+        blocks[:, :4] &= 127
+    return blocks.view(rows, -1)
+
+
+@dataclass(frozen=True)
+class DequantizeCase:
+    """Shape of one dequantisation: `num_columns` in blocks, so that one case suits every block size."""
+
+    rows: int
+    row_blocks: int
+    out_padding: int = 0
+    """Columns that the rows of `out` keep free behind the weights."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.rows}x{self.row_blocks}blocks" + (f"_pad{self.out_padding}" if self.out_padding else "")
+
+
+DEQUANTIZE_CASES = (
+    DequantizeCase(1, 1),
+    DequantizeCase(5, 3, out_padding=48),
+    DequantizeCase(9, 4),
+)
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """`tokens` rows of `width` columns, as slices of rows `gap` columns wider."""
+
+    tokens: int
+    width: int
+    gap: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"{self.tokens}x{self.width}" + (f"_gap{self.gap}" if self.gap else "")
+
+
+ROW_CASES = (RowCase(1, 64), RowCase(7, 576, gap=64), RowCase(3, 2050, gap=3))
+
+
+@dataclass(frozen=True)
+class RopeCase:
+    """`heads` heads of `head_size`, of which `rotary` elements turn."""
+
+    tokens: int
+    heads: int
+    head_size: int
+    rotary: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.tokens}x{self.heads}x{self.head_size}_rotary{self.rotary}"
+
+
+ROPE_CASES = (RopeCase(1, 1, 64, 64), RopeCase(9, 11, 128, 128), RopeCase(5, 3, 96, 72))
+
+
+@dataclass(frozen=True)
+class LoraCase:
+    """One adapter pair on a linear of `out_features` x `in_features`."""
+
+    tokens: int
+    out_features: int
+    in_features: int
+    rank: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.tokens}x{self.out_features}x{self.in_features}_r{self.rank}"
+
+
+LORA_CASES = (LoraCase(1, 32, 16, 4), LoraCase(70, 300, 96, 16), LoraCase(200, 576, 64, 24))
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Documents of these lengths in one row; `kv_heads` key heads for `heads` query heads."""
+
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_size: int
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def id(self) -> str:
+        options = f"_window{self.window}" * (self.window is not None) + f"_cap{self.softcap}" * (
+            self.softcap is not None
+        )
+        documents = "+".join(map(str, self.lengths))
+        return f"{documents}x{self.heads}of{self.kv_heads}x{self.head_size}{options}" + "_sinks" * self.has_sinks
+
+
+ATTENTION_CASES = (
+    AttentionCase((1,), 1, 1, 64),
+    AttentionCase((64,), 2, 2, 64),
+    AttentionCase((130, 1, 70), 4, 2, 64),
+    AttentionCase((17, 150), 3, 1, 80),
+    AttentionCase((40, 200), 2, 1, 128, window=33, has_sinks=True),
+    AttentionCase((150, 90), 2, 2, 64, softcap=2.0),
+    AttentionCase((65, 100), 2, 1, 256, window=64),
+)
+
+
+def random_rows(case: RowCase, count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """`count` matrices [tokens, width] of normal numbers, each with gaps between its rows if the case has them."""
+    generator = torch.Generator(device).manual_seed(case.tokens * case.width)
+    shape = (case.tokens, case.width + case.gap)
+    return [torch.randn(shape, device=device, generator=generator).to(dtype)[:, : case.width] for _ in range(count)]
+
+
+def assert_as_close_as_torch(
+    ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, *, terms: int = 1, magnitude: float | None = None
+) -> None:
+    """Error against float64 at most twice that of plain torch in the same dtype, plus a floor. NaN never passes.
+
+    The floor is half a rounding step, for the cases in which torch happens to hit a value exactly; and for sums of
+    `terms` products, sqrt(terms) float32 steps, by which two orders of adding differ. Steps are those of `magnitude`,
+    the size of the terms; without it, of the largest value.
+    """
+    error = (ours.double() - exact).abs().max().item()
+    plain_error = (plain.double() - exact).abs().max().item()
+    steps = torch.finfo(ours.dtype).eps / 2 + torch.finfo(torch.float32).eps * (terms**0.5 - 1)
+    floor = steps * (exact.abs().max().item() if magnitude is None else magnitude)
+    assert error <= 2 * plain_error + floor, f"error {error:.3e}, plain torch {plain_error:.3e}, floor {floor:.3e}"

@@ -1,0 +1,98 @@
+"""Every kernel compiles for a GPU, checked where there is none: the interpreter accepts programs that the compiler
+refuses.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pyggtrain.kernels.attention.backward import (
+    BACKWARD_KV_TILES,
+    BACKWARD_Q_TILES,
+    attention_bwd_dkv_kernel,
+    attention_bwd_dq_kernel,
+    attention_bwd_rows_kernel,
+)
+from pyggtrain.kernels.attention.forward import FORWARD_TILES, attention_fwd_kernel
+from pyggtrain.kernels.cross_entropy import cross_entropy_kernel
+from pyggtrain.kernels.dequant import DECODERS
+from pyggtrain.kernels.dequant.kernel import decoder_of, dequantize_kernel
+from pyggtrain.kernels.lora import lora_extend_kernel
+from pyggtrain.kernels.rms_norm import rms_norm_bwd_kernel, rms_norm_fwd_kernel
+from pyggtrain.kernels.rope import rope_kernel
+from pyggtrain.kernels.swiglu import swiglu_bwd_kernel, swiglu_fwd_kernel
+
+
+FLOATS = ("eps", "scale", "sin_sign", "gradient_scale", "softmax_scale", "softcap")
+
+
+def compile(kernel, constants, *, float32=(), other=(), **options):
+    pointers = dict.fromkeys((name for name in kernel.arg_names if name.startswith("p_")), "*bf16")
+    pointers |= {name: "*fp32" for name in float32 if name in pointers}
+    pointers |= {name: type for name, type in dict(other).items() if name in pointers}
+    scalars = {name: "i32" for name in kernel.arg_names if name not in pointers and name not in constants}
+    scalars |= {name: "fp32" for name in scalars if name in FLOATS}
+    signature = {name: "constexpr" if name in constants else (pointers | scalars)[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+
+
+wide = dict(D=4096, BD=4096)
+for has_residual in (False, True):
+    compile(rms_norm_fwd_kernel, wide | dict(HAS_RESIDUAL=has_residual), float32=("p_weight", "p_inverse_rms"))
+    compile(rms_norm_bwd_kernel, wide | dict(HAS_RESIDUAL=has_residual), float32=("p_weight", "p_inverse_rms"))
+compile(swiglu_fwd_kernel, dict(BF=1024))
+compile(swiglu_bwd_kernel, dict(BF=1024))
+for is_neox in (False, True):
+    compile(rope_kernel, dict(HALF=36, BP=64, PASSED=24, BK=32, IS_NEOX=is_neox, BH=8), float32=("p_cos", "p_sin"))
+compile(cross_entropy_kernel, dict(V=9001, BV=4096), float32=("p_losses",), other={"p_targets": "*i64"})
+compile(lora_extend_kernel, dict(R=16, P=64, BK=128, BN=64, NUM_A_PROGRAMS=32))
+masks = {"p_first_key": "*i32", "p_last_query": "*i32"}
+kept = ("p_lse", "p_rows", "p_sinks")
+for kernel, tiles in (
+    (attention_fwd_kernel, FORWARD_TILES),
+    (attention_bwd_dkv_kernel, BACKWARD_KV_TILES),
+    (attention_bwd_dq_kernel, BACKWARD_Q_TILES),
+):
+    tile = tiles[64]
+    heads = dict(GROUP=4, K=64, BK=64, BT=tile.queries, BS=tile.keys, HAS_SOFTCAP=True, PRECISION="tf32")
+    heads |= dict(HAS_SINKS=True) if kernel is attention_fwd_kernel else {}
+    compile(kernel, heads, float32=kept, other=masks, num_warps=tile.num_warps, num_stages=tile.num_stages)
+compile(attention_bwd_rows_kernel, dict(K=128, BK=128, BT=64), float32=kept)
+for type, decoder in DECODERS.items():
+    constants = dict(
+        decode=decoder_of(type),
+        BLOCK_BYTES=decoder.block_bytes,
+        LANES_PER_BLOCK=decoder.block_size // 8 // decoder.runs,
+        LANES_PER_ROW=512 // decoder.runs,
+        RUNS=decoder.runs,
+        RUN_STRIDE=decoder.run_stride,
+        LANES=128,
+    )
+    grid = "*fp32" if decoder.grid == "IQ4" else "*u8"
+    compile(dequantize_kernel, constants, other={"p_blocks": "*u8", "p_grid": grid})
+"""
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton has no build for this platform")
+    # a process of its own: this one has defined its kernels for the interpreter
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    # from a file: Triton reads a kernel's source
+    (tmp_path / "program.py").write_text(PROGRAM)
+    result = subprocess.run(
+        [sys.executable, "program.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]

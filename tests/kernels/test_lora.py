@@ -1,0 +1,81 @@
+import pytest
+import torch
+from pyggtrain.kernels.lora import lora_backward, lora_extend_
+from pyggtrain.kernels.reference import lora as reference
+from pyggtrain.kernels.reference.cases import LORA_CASES, LoraCase, assert_as_close_as_torch
+
+CASES = pytest.mark.parametrize("case", LORA_CASES, ids=lambda case: case.id)
+
+
+@CASES
+def test_gradients_are_as_close_to_float64_as_torch(
+    case: LoraCase, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def rows(count: int, width: int) -> torch.Tensor:
+        return torch.randn(count, width + 8, device=device, generator=generator).to(dtype)[:, :width]
+
+    for dtype in dtypes:
+        dy, x, xa = (
+            rows(case.tokens, case.out_features),
+            rows(case.tokens, case.in_features),
+            rows(case.tokens, case.rank),
+        )
+        lora_b = rows(case.out_features, case.rank).contiguous()
+        results = lora_backward(dy, x, xa, lora_b, scale=0.5)
+        expected = reference.lora_backward(dy, x, xa, lora_b, scale=0.5)
+        # torch on the CPU sums a float16 product in float16: the bar is a float32 product, rounded once
+        dyb = (dy.float() @ lora_b.float() * 0.5).to(dtype)
+        plain = (dyb, dyb.float().t() @ x.float(), dy.float().t() @ xa.float() * 0.5)
+        for result, torchs, exact in zip(results, plain, expected, strict=True):
+            assert_as_close_as_torch(result, torchs, exact, terms=max(case.tokens, case.out_features))
+        assert results[1].dtype == results[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize("row_counts", [(40,), (24, 16), (20, 12, 8)], ids=["one", "two", "three"])
+def test_extended_weight_does_both_products(row_counts: tuple[int, ...], device: torch.device) -> None:
+    """[x | x Aᵀ] Eᵀ is the adapted forward, and [dy | dy s B] E its gradient, in one product each."""
+    rank, width, scale = 5, 24, 0.5
+    num_rows, num_ranks = sum(row_counts), rank * len(row_counts)
+    weight, lora_a = torch.randn(num_rows, width, device=device), torch.randn(num_ranks, width, device=device)
+    lora_b = torch.randn(num_rows, rank, device=device)
+    extended = torch.full((num_rows + 16, width + 16), float("nan"), device=device)
+    extended[:num_rows, :width] = weight
+    lora_extend_(extended, lora_a, lora_b, row_counts=row_counts, scale=scale)
+
+    expected = torch.full_like(extended, float("nan"))
+    expected[:num_rows, :width] = weight
+    reference.lora_extend_(expected, lora_a, lora_b, row_counts=row_counts, scale=scale)
+    torch.testing.assert_close(extended, expected, equal_nan=True)
+
+    deltas = [scale * b @ lora_a[i * rank : (i + 1) * rank] for i, b in enumerate(lora_b.split(row_counts))]
+    adapted = weight + torch.cat(deltas)
+    x, dy = torch.randn(7, width, device=device), torch.randn(7, num_rows, device=device)
+    x_extended = torch.cat((x, x @ lora_a.t(), torch.zeros(7, 16 - num_ranks, device=device)), 1)
+    torch.testing.assert_close(x_extended @ extended[:num_rows].t(), x @ adapted.t(), rtol=1e-4, atol=1e-4)
+    dy_extended = torch.cat((dy, dy @ extended[:num_rows, width:]), 1)
+    torch.testing.assert_close(dy_extended @ extended[:, :width], dy @ adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_reference_backward_is_the_gradient() -> None:
+    x, lora_a, lora_b = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 7), (3, 7), (5, 3))
+    )
+    y = 0.5 * (x @ lora_a.t()) @ lora_b.t()
+    dy = torch.randn_like(y)
+    dx, da, db = torch.autograd.grad(y, (x, lora_a, lora_b), dy)
+    dyb, d_lora_a, d_lora_b = reference.lora_backward(dy, x, x @ lora_a.t(), lora_b, scale=0.5)
+    torch.testing.assert_close(dyb @ lora_a, dx)
+    torch.testing.assert_close(d_lora_a, da)
+    torch.testing.assert_close(d_lora_b, db)
+
+
+def test_wrong_shapes_are_refused(device: torch.device) -> None:
+    zeros = lambda *shape: torch.zeros(*shape, device=device)  # noqa: E731
+    with pytest.raises(ValueError, match="add up"):
+        lora_extend_(zeros(24, 24), zeros(4, 8), zeros(8, 4), row_counts=(7,), scale=1.0)
+    with pytest.raises(ValueError, match="power of two"):
+        lora_extend_(zeros(20, 20), zeros(4, 8), zeros(8, 4), row_counts=(8,), scale=1.0)
+    with pytest.raises(ValueError, match=r"needed: \[T, N\]"):
+        lora_backward(zeros(3, 8), zeros(3, 8), zeros(3, 5), zeros(8, 4), scale=1.0)

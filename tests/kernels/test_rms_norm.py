@@ -1,0 +1,86 @@
+import pytest
+import torch
+from pyggtrain.kernels.reference import rms_norm as reference
+from pyggtrain.kernels.reference.cases import ROW_CASES, RowCase, assert_as_close_as_torch, random_rows
+from pyggtrain.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+
+CASES = pytest.mark.parametrize("case", ROW_CASES, ids=lambda case: case.id)
+RESIDUAL = pytest.mark.parametrize("has_residual", [False, True], ids=["plain", "residual"])
+EPS = 1e-5
+
+
+@CASES
+@RESIDUAL
+def test_forward_is_as_close_to_float64_as_torch(
+    case: RowCase, has_residual: bool, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    for dtype in dtypes:
+        x, residual = random_rows(case, 2, dtype, device)
+        weight = torch.rand(case.width, device=device) + 0.5
+        y, s, inverse_rms = rms_norm_forward(x, weight, eps=EPS, residual=residual if has_residual else None)
+        expected, expected_s, expected_inverse = reference.rms_norm_forward(
+            x, weight, eps=EPS, residual=residual if has_residual else None
+        )
+        assert torch.equal(s, expected_s)
+        plain = torch.nn.functional.rms_norm(s, (case.width,), weight.to(dtype), EPS)
+        assert_as_close_as_torch(y, plain, expected)
+        torch.testing.assert_close(inverse_rms.double(), expected_inverse, rtol=1e-6, atol=0)
+
+
+@CASES
+@RESIDUAL
+def test_backward_is_as_close_to_float64_as_torch(
+    case: RowCase, has_residual: bool, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    for dtype in dtypes:
+        s, dy, d_residual = random_rows(case, 3, dtype, device)
+        weight = torch.rand(case.width, device=device) + 0.5
+        inverse_rms = reference.rms_norm_forward(s, weight, eps=EPS)[2].float()
+        ds = rms_norm_backward(dy, s, weight, inverse_rms, d_residual=d_residual if has_residual else None)
+        expected = reference.rms_norm_backward(
+            dy, s, weight, inverse_rms, d_residual=d_residual if has_residual else None
+        )
+        leaf = s.detach().clone().requires_grad_()
+        (plain,) = torch.autograd.grad(
+            torch.nn.functional.rms_norm(leaf, (case.width,), weight.to(dtype), EPS), leaf, dy
+        )
+        assert_as_close_as_torch(ds, plain + d_residual if has_residual else plain, expected)
+
+
+def test_results_may_overwrite_their_sources(device: torch.device) -> None:
+    case = RowCase(5, 64)
+    x, residual, dy = random_rows(case, 3, torch.float32, device)
+    weight = torch.rand(64, device=device)
+    expected, expected_s, _ = reference.rms_norm_forward(x, weight, eps=EPS, residual=residual)
+    y, s, inverse_rms = rms_norm_forward(x, weight, eps=EPS, residual=residual, total=residual)
+    assert s.data_ptr() == residual.data_ptr()
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+    stream = dy.clone()
+    rms_norm_backward(y, s, weight, inverse_rms, d_residual=stream, out=stream)
+    torch.testing.assert_close(
+        stream.double(),
+        reference.rms_norm_backward(y, expected_s, weight, inverse_rms, d_residual=dy),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_reference_backward_is_the_gradient() -> None:
+    x, residual = (torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.rand(8, dtype=torch.float64)
+    y, s, inverse_rms = reference.rms_norm_forward(x, weight, eps=EPS, residual=residual)
+    dy, d_residual = torch.randn_like(y), torch.randn_like(y)
+    for gradient in torch.autograd.grad((y, s), (x, residual), (dy, d_residual)):
+        torch.testing.assert_close(
+            gradient, reference.rms_norm_backward(dy, s, weight, inverse_rms, d_residual=d_residual)
+        )
+
+
+def test_wrong_shapes_are_refused(device: torch.device) -> None:
+    x = torch.zeros(2, 8, device=device)
+    with pytest.raises(ValueError, match="one weight per column"):
+        rms_norm_forward(x, torch.ones(7, device=device), eps=EPS)
+    with pytest.raises(ValueError, match="residual is"):
+        rms_norm_forward(x, torch.ones(8, device=device), eps=EPS, residual=torch.zeros(3, 8, device=device))
+    with pytest.raises(ValueError, match="unit column stride"):
+        rms_norm_forward(torch.zeros(8, 2, device=device).t(), torch.ones(8, device=device), eps=EPS)
