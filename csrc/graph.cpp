@@ -358,7 +358,8 @@ void register_graph(py::module_ & module) {
         .def_readonly("sources", &graph_tensor::sources)
         .def_readonly("view_parent", &graph_tensor::view_parent)
         .def_readonly("view_offset", &graph_tensor::view_offset);
-    py::class_<graph_source>(module, "GraphSource", "llama.cpp's compute graphs of a file, whose weights are not read. May abort the process: call it in a child.")
+    py::class_<graph_source>(module, "GraphSource",
+                             "llama.cpp's compute graphs of a file, whose weights are not read. May abort the process: call it in a child.")
         .def(py::init<std::string, bool>(), py::arg("path"), py::kw_only(), py::arg("with_lora"))
         .def("capture", &graph_source::capture, py::kw_only(), py::arg("num_tokens"), py::arg("num_outputs"), py::arg("num_ctx"),
              "Every tensor of the graph, each after those that it reads; the last one holds the logits.")

@@ -1,0 +1,86 @@
+"""What llama.cpp would write into a graph's inputs, from a batch. One function for each meaning that csrc/graph.cpp
+gives.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from pyggtrain.errors import UnsupportedError
+from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.ir import Graph, Node
+from pyggtrain.graph.lowering.attention import dense_mask, mask_of
+
+Leaf = Callable[[Frame], torch.Tensor]
+
+
+def _positions_4(frame: Frame, node: Node) -> torch.Tensor:
+    """Text has one position three times and a fourth that is 0 (llama-graph.cpp, llm_graph_input_pos::set_input)."""
+    positions = frame.batch.positions_T
+    return torch.cat([positions, positions, positions, torch.zeros_like(positions)])
+
+
+def _cells(frame: Frame, node: Node) -> torch.Tensor:
+    """Each token's cell of an empty cache: its own number."""
+    return torch.arange(frame.batch.num_tokens, device=frame.rows.device)
+
+
+def _no_states(frame: Frame, node: Node) -> torch.Tensor:
+    """Which state each sequence begins with; all of them are empty."""
+    return torch.zeros(frame.shape(node.shape), dtype=torch.int64, device=frame.rows.device)
+
+
+def _hadamard(frame: Frame, node: Node) -> torch.Tensor:
+    """The orthogonal Hadamard matrix (Sylvester) that rotates cached keys or values; its own inverse."""
+    size = frame.shape(node.shape)[-1]
+    matrix = torch.ones(1, 1, device=frame.rows.device)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix.div(size**0.5)
+
+
+def _attn_temperature(frame: Frame, settings: tuple[float, float, float]) -> torch.Tensor:
+    """Factor of each token's query: 1 + scale ln(1 + floor((position + offset) / floor)) (Llama 4)."""
+    floor, scale, offset = settings
+    steps = torch.floor((frame.batch.positions_T.float() + offset) / floor)
+    return torch.log1p(steps) * scale + 1
+
+
+INPUTS: dict[str, Callable[[Frame, Node], torch.Tensor]] = {
+    "k_idxs": _cells,
+    "k_idxs_swa": _cells,
+    "k_rot": _hadamard,
+    "k_rot_swa": _hadamard,
+    "out_ids": lambda frame, node: frame.rows,
+    "positions": lambda frame, node: frame.batch.positions_T,
+    "positions_4": _positions_4,
+    "s_copy": _no_states,
+    "tokens": lambda frame, node: frame.batch.tokens_T,
+    "v_idxs": _cells,
+    "v_idxs_swa": _cells,
+    "v_rot": _hadamard,
+    "v_rot_swa": _hadamard,
+}
+
+MASKS = frozenset({"kq_mask", "kq_mask_swa"})
+
+
+def input_of(graph: Graph, node: Node) -> Leaf:
+    """How the value of an input is found in each run.
+
+    Raises:
+        UnsupportedError: nobody knows what this input means.
+    """
+    if node.name in MASKS:
+        mask = mask_of(graph, node.name)
+        return lambda frame: dense_mask(frame, mask, uses_alibi=graph.uses_alibi)
+    if node.name == "attn_temperature":
+        return lambda frame: _attn_temperature(frame, graph.attn_temperature).reshape(frame.shape(node.shape))
+    bind = INPUTS.get(node.name)
+    if node.role == "unknown_input" or bind is None:
+        known = ", ".join(sorted({*INPUTS, *MASKS, "attn_temperature"}))
+        raise UnsupportedError(
+            f"llama.cpp's graph of this model reads an input '{node.name}', whose meaning is not known here "
+            f"(known: {known}). Use another model, or add it to pyggtrain.graph.inputs."
+        )
+    return lambda frame: bind(frame, node).reshape(frame.shape(node.shape))

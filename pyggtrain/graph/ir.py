@@ -1,0 +1,206 @@
+"""A compute graph as data, with the number of tokens and of output rows symbolic.
+
+llama.cpp gives a graph for one number of tokens T and one of output rows O. Between lengths only numbers change, never
+the nodes; each number is a polynomial
+
+    c + t T + t2 T² + o O
+
+(sizes are linear; strides of T x T tensors are square). Four captures give the coefficients and a fifth one checks
+them.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from pyggtrain.errors import UnsupportedError
+from pyggtrain.graph.capture import Capture, Captures
+
+
+class Sizes(NamedTuple):
+    """What the symbolic numbers stand for in one run."""
+
+    num_tokens: int
+    num_outputs: int
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """(c + t T + t2 T² + o O) / divisor, a whole number at every length that the graph runs at."""
+
+    constant: int
+    tokens: int
+    tokens_squared: int
+    outputs: int
+    divisor: int = 1
+
+    def at(self, sizes: Sizes) -> int:
+        """Its value.
+
+        Raises:
+            UnsupportedError: it is no whole number there: the graph exists only at some lengths.
+        """
+        num_tokens, num_outputs = sizes
+        dividend = (
+            self.constant + (self.tokens + self.tokens_squared * num_tokens) * num_tokens + self.outputs * num_outputs
+        )
+        value, rest = divmod(dividend, self.divisor)
+        if rest:
+            raise UnsupportedError(
+                f"This model's graph does not exist for {num_tokens} tokens: a size would be "
+                f"{dividend} / {self.divisor}."
+            )
+        return value
+
+
+Number = int | Polynomial
+
+
+def at(number: Number, sizes: Sizes) -> int:
+    """A size, stride, offset or parameter at given lengths."""
+    return number if isinstance(number, int) else number.at(sizes)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One tensor of a graph: see `capture.CapturedTensor` for the fields, of which numbers may be symbolic here.
+
+    Attributes:
+        sources: the nodes that the operation reads, None where it takes none.
+        view_parent: the node whose memory this is, or None.
+    """
+
+    name: str
+    op: str
+    role: str
+    type: str
+    shape: tuple[Number, ...]
+    strides: tuple[Number, ...]
+    params: tuple[Number, ...]
+    sources: tuple[int | None, ...]
+    view_parent: int | None
+    view_offset: Number
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.role != "node"
+
+    def integer(self, index: int) -> int:
+        """Parameter `index`, an int32.
+
+        Raises:
+            UnsupportedError: it depends on the number of tokens.
+        """
+        value = self.params[index]
+        if not isinstance(value, int):
+            raise UnsupportedError(
+                f"Parameter {index} of {self.op} '{self.name}' depends on the number of tokens, "
+                "which is not implemented."
+            )
+        return value
+
+    def number(self, index: int) -> float:
+        """Parameter `index`, a float32; raises as `integer`."""
+        return struct.unpack("<f", struct.pack("<i", self.integer(index)))[0]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in llama.cpp's order of computing, each after those that it reads. For `window` and the like see
+    `capture.Captures`.
+    """
+
+    nodes: tuple[Node, ...]
+    logits: int
+    window: int
+    window_type: str
+    is_causal: bool
+    uses_alibi: bool
+    attn_temperature: tuple[float, float, float]
+
+
+def fit(captures: Captures) -> Graph:
+    """The graph whose numbers at each captured length are the captured ones.
+
+    Raises:
+        UnsupportedError: the captures differ in more than numbers, or a number is no such polynomial.
+    """
+    graphs = captures.graphs
+    lengths = {len(graph.tensors) for graph in graphs}
+    if len(lengths) != 1:
+        raise UnsupportedError(
+            f"This model's graph has another number of nodes at each number of tokens ({sorted(lengths)}), "
+            "which is not implemented."
+        )
+    nodes = tuple(_fit_node(graphs, index) for index in range(len(graphs[0].tensors)))
+    return Graph(
+        nodes=nodes,
+        logits=len(nodes) - 1,
+        window=captures.window,
+        window_type=captures.window_type,
+        is_causal=captures.is_causal,
+        uses_alibi=captures.uses_alibi,
+        attn_temperature=captures.attn_temperature,
+    )
+
+
+def _fit_node(graphs: Sequence[Capture], index: int) -> Node:
+    tensors = [graph.tensors[index] for graph in graphs]
+    first = tensors[0]
+    for name in ("op", "role", "type", "sources", "view_parent"):
+        if any(getattr(tensor, name) != getattr(first, name) for tensor in tensors):
+            raise UnsupportedError(
+                f"{name} of {first.op} '{first.name}' depends on the number of tokens, which is not implemented."
+            )
+
+    def row(field: str) -> tuple[Number, ...]:
+        return tuple(
+            _fit_number(graphs, values, f"{field} of {first.op} '{first.name}'")
+            for values in zip(*(getattr(tensor, field) for tensor in tensors), strict=True)
+        )
+
+    return Node(
+        name=first.name,
+        op=first.op,
+        role=first.role,
+        type=first.type,
+        shape=row("shape"),
+        strides=row("strides"),
+        params=row("params"),
+        sources=tuple(None if source < 0 else source for source in first.sources),
+        view_parent=None if first.view_parent < 0 else first.view_parent,
+        view_offset=_fit_number(
+            graphs, [tensor.view_offset for tensor in tensors], f"offset of {first.op} '{first.name}'"
+        ),
+    )
+
+
+def _fit_number(graphs: Sequence[Capture], values: Sequence[int], what: str) -> Number:
+    if len(set(values)) == 1:
+        return values[0]
+    (a, b, c, d, _), (va, vb, vc, vd, _) = graphs, values
+    # Newton's divided differences in T, then the slope in O at fixed T.
+    slope_ab = Fraction(vb - va, b.num_tokens - a.num_tokens)
+    slope_bc = Fraction(vc - vb, c.num_tokens - b.num_tokens)
+    squared = (slope_bc - slope_ab) / (c.num_tokens - a.num_tokens)
+    tokens = slope_ab - squared * (a.num_tokens + b.num_tokens)
+    outputs = Fraction(vd - vc, d.num_outputs - c.num_outputs)
+    constant = va - tokens * a.num_tokens - squared * a.num_tokens**2 - outputs * a.num_outputs
+    divisor = math.lcm(*(part.denominator for part in (constant, tokens, squared, outputs)))
+    found = Polynomial(
+        constant=int(constant * divisor),
+        tokens=int(tokens * divisor),
+        tokens_squared=int(squared * divisor),
+        outputs=int(outputs * divisor),
+        divisor=divisor,
+    )
+    lengths = [Sizes(graph.num_tokens, graph.num_outputs) for graph in graphs]
+    if any(found.at(sizes) != value for sizes, value in zip(lengths, values, strict=True)):
+        raise UnsupportedError(
+            f"The {what} is {list(values)} for {[sizes.num_tokens for sizes in lengths]} tokens: "
+            "needed a polynomial of degree 2."
+        )
+    return found

@@ -1,0 +1,129 @@
+"""Attention: FLASH_ATTN_EXT, which names its mask, and SOFT_MAX, which some models write out around their own masks.
+
+`rewrite.name_masks` puts the meaning of the mask into the operation's name, so that none is made:
+"FLASH_ATTN_EXT.kq_mask" sees all earlier tokens, "FLASH_ATTN_EXT.kq_mask_swa" a window of them.
+"""
+
+import math
+
+import torch
+
+from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.ir import Graph, Node
+from pyggtrain.graph.lowering.kernel import Kernel, Lowering
+from pyggtrain.graph.masked_attention import Mask, alibi_slopes, dense_attention, masked_attention
+
+
+def _slopes(node: Node, max_bias: float, head_dim: int) -> torch.Tensor | None:
+    if max_bias == 0:
+        return None
+    num_heads = node.shape[head_dim]
+    assert isinstance(num_heads, int)
+    return alibi_slopes(num_heads, max_bias)
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """[1, H, T, K] -> [T, H, K]."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+def mask_of(graph: Graph, meaning: str) -> Mask:
+    """The mask that an input of this meaning holds."""
+    return Mask(graph.window_type, graph.window) if meaning == "kq_mask_swa" else Mask()
+
+
+def _flash_attention(meaning: str | None) -> Lowering:
+    def lowering(graph: Graph, node: Node) -> Kernel:
+        softmax_scale, max_bias, softcap = node.number(0), node.number(1), node.number(2)
+        slopes_H = _slopes(node, max_bias, head_dim=2)
+        mask = None if meaning is None else mask_of(graph, meaning)
+
+        def kernel(
+            frame: Frame,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            mask_TS: torch.Tensor | None = None,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            q_THK, k_TNK, v_TNV = (_tokens_first(x) for x in (q, k, v))
+            sinks_H = None if sinks is None else sinks.reshape(-1)
+            if mask is not None:
+                cu_seqlens = frame.batch.cu_seqlens
+                o_THV = masked_attention(
+                    q_THK,
+                    k_TNK,
+                    v_TNV,
+                    cu_seqlens,
+                    softmax_scale=softmax_scale,
+                    mask=mask,
+                    softcap=softcap,
+                    slopes_H=slopes_H,
+                    sinks_H=sinks_H,
+                )
+            else:
+                assert mask_TS is not None
+                o_THV = dense_attention(
+                    q_THK,
+                    k_TNK,
+                    v_TNV,
+                    mask_TS[0, 0],
+                    softmax_scale=softmax_scale,
+                    softcap=softcap,
+                    slopes_H=slopes_H,
+                    sinks_H=sinks_H,
+                )
+            return o_THV.unsqueeze(0)
+
+        return kernel
+
+    return lowering
+
+
+def _soft_max(graph: Graph, node: Node) -> Kernel:
+    """softmax(scale x + slope mask) over the last dimension, with a sink in the denominator if there is one."""
+    scale, max_bias = node.number(0), node.number(1)
+    slopes_H = _slopes(node, max_bias, head_dim=1)
+
+    def kernel(
+        frame: Frame, x: torch.Tensor, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        scores = x * scale
+        if mask is not None:
+            bias = mask[:, :, : x.shape[2]].to(scores.dtype)
+            if bias.shape[1] not in (1, scores.shape[1]):
+                bias = bias.repeat(1, scores.shape[1] // bias.shape[1], 1, 1)
+            scores = scores + (bias if slopes_H is None else slopes_H.to(scores).reshape(1, -1, 1, 1) * bias)
+        if sinks is None:
+            return scores.softmax(-1)
+        logits = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, logits], -1).softmax(-1)[..., :-1]
+
+    return kernel
+
+
+def dense_mask(frame: Frame, mask: Mask, *, uses_alibi: bool) -> torch.Tensor:
+    """0 (with ALiBi: minus the distance) where a token sees another one, -inf elsewhere; float32 [1, 1, T, T].
+
+    Only for models that compute with the mask itself.
+    """
+    batch = frame.batch
+    documents = torch.repeat_interleave(
+        torch.arange(batch.num_documents, device=batch.cu_seqlens.device), batch.cu_seqlens.diff().long()
+    )
+    queries, keys = batch.positions_T.unsqueeze(1), batch.positions_T
+    is_seen = (documents.unsqueeze(1) == documents) & (keys <= queries)
+    if mask.window_type == "standard":
+        is_seen &= queries - keys < mask.window
+    elif mask.window_type == "chunked":
+        is_seen &= keys >= queries // mask.window * mask.window
+    values = (keys - queries).float() if uses_alibi else torch.zeros(is_seen.shape, device=is_seen.device)
+    return values.masked_fill(~is_seen, -math.inf)[None, None]
+
+
+LOWERINGS: dict[str, Lowering] = {
+    "FLASH_ATTN_EXT": _flash_attention(None),
+    "FLASH_ATTN_EXT.kq_mask": _flash_attention("kq_mask"),
+    "FLASH_ATTN_EXT.kq_mask_swa": _flash_attention("kq_mask_swa"),
+    "SOFT_MAX": _soft_max,
+}

@@ -1,0 +1,72 @@
+"""Norms, sums and means over rows."""
+
+import torch
+
+from pyggtrain import ops
+from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.ir import Graph, Node
+from pyggtrain.graph.lowering.kernel import Kernel, Lowering
+
+
+def _rms_norm(graph: Graph, node: Node) -> Kernel:
+    """x / sqrt(mean(x²) + eps), times the weight that `rewrite.join` gave it."""
+    eps = node.number(0)
+
+    def kernel(frame: Frame, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        if weight is not None and x.dtype == torch.float32:
+            return ops.rms_norm(x, weight.reshape(-1), eps=eps)
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return y if weight is None else y * weight
+
+    return kernel
+
+
+def _norm(graph: Graph, node: Node) -> Kernel:
+    """Layer norm without weight."""
+    eps = node.number(0)
+    return lambda frame, x: torch.nn.functional.layer_norm(x, x.shape[-1:], eps=eps)
+
+
+def _l2_norm(graph: Graph, node: Node) -> Kernel:
+    """x / max(|x|, eps)."""
+    eps = node.number(0)
+    return lambda frame, x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=eps)
+
+
+def _group_norm(graph: Graph, node: Node) -> Kernel:
+    """Layer norm over each of several groups of channels."""
+    num_groups, eps = node.integer(0), node.number(1)
+
+    def kernel(frame: Frame, x: torch.Tensor) -> torch.Tensor:
+        groups = x.reshape(x.shape[0], num_groups, -1)
+        return torch.nn.functional.layer_norm(groups, groups.shape[-1:], eps=eps).reshape(x.shape)
+
+    return kernel
+
+
+def _sum_rows(graph: Graph, node: Node) -> Kernel:
+    return lambda frame, x: x.sum(-1, keepdim=True)
+
+
+def _sum(graph: Graph, node: Node) -> Kernel:
+    return lambda frame, x: x.sum().reshape(1, 1, 1, 1)
+
+
+def _mean(graph: Graph, node: Node) -> Kernel:
+    return lambda frame, x: x.mean(-1, keepdim=True)
+
+
+def _cumsum(graph: Graph, node: Node) -> Kernel:
+    return lambda frame, x: x.cumsum(-1)
+
+
+LOWERINGS: dict[str, Lowering] = {
+    "CUMSUM": _cumsum,
+    "GROUP_NORM": _group_norm,
+    "L2_NORM": _l2_norm,
+    "MEAN": _mean,
+    "NORM": _norm,
+    "RMS_NORM": _rms_norm,
+    "SUM": _sum,
+    "SUM_ROWS": _sum_rows,
+}

@@ -1,0 +1,214 @@
+"""A file's model, imported from llama.cpp's own graph of it. It has the face of `models.model.Model`.
+
+Products with matrices are `nn.QuantLinear`s under the file's names, so adapters, checkpointing and export see no
+difference to a hand-written model. Which of them can be trained is what llama.cpp's own graph shows
+(`rewrite.take_out_adapter`).
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from pyggtrain import ops
+from pyggtrain.errors import UnsupportedError
+from pyggtrain.gguf import GGUFFile
+from pyggtrain.graph.capture import capture
+from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.importer import import_steps, split_at_head
+from pyggtrain.graph.ir import Graph, fit
+from pyggtrain.graph.lowering.scan import RECURRENT
+from pyggtrain.graph.program import Region, Step, dead_after, regions
+from pyggtrain.graph.rewrite import Reach, forward_casts, join, name_masks, order_memory, take_out_adapter
+from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
+from pyggtrain.nn import Batch, QuantLinear, run_layer
+from pyggtrain.ops.linear_cross_entropy import IGNORED
+
+logger = logging.getLogger(__name__)
+
+# Logits that exist at the same time where `loss_chunk` does not say: as in `ops.linear_cross_entropy`.
+_LOGITS_BYTES = 64 << 20
+
+
+def training_graph(file: GGUFFile, *, num_ctx: int | None = None) -> tuple[Graph, Reach]:
+    """What llama.cpp computes for a file, as a graph to train with, and which weights an adapter changes in it.
+
+    Raises:
+        BridgeError: llama.cpp cannot build it.
+        UnsupportedError: it depends on the number of tokens in a way that is not implemented.
+    """
+    graph, reach = take_out_adapter(fit(capture(file.path, num_ctx=num_ctx)))
+    return join(order_memory(name_masks(forward_casts(graph)))), reach
+
+
+class ImportedModel(nn.Module):
+    """A model file of any architecture that llama.cpp runs.
+
+    Args:
+        file: opened GGUF file.
+        device: where to compute.
+        compute: how products with quantised weights are computed, see `ops.quant_linear`.
+        num_ctx: context that llama.cpp will serve with; longrope files choose their factors by it. None: the file's
+            `context_length`.
+
+    Attributes:
+        linears, untrainable, head_is_tied, checkpoint_policy, loss_chunk: see `models.model.Model`.
+        takes_one_document: documents of a batch run one after another: a state would carry from one to the next.
+
+    Raises:
+        BridgeError: llama.cpp cannot build the graph.
+        UnsupportedError: an operation or an input of it is not implemented.
+    """
+
+    def __init__(
+        self, file: GGUFFile, *, device: str = "cpu", compute: str = "auto", num_ctx: int | None = None
+    ) -> None:
+        super().__init__()
+        self.architecture = file.architecture
+        self.checkpoint_policy = "none"
+        self.loss_chunk: int | None = None
+        self.compute = compute
+        graph, reach = training_graph(file, num_ctx=num_ctx)
+        if not graph.is_causal:
+            raise UnsupportedError(
+                f"{file.path} is an encoder ({file.architecture}): its tokens see later ones, "
+                "and training needs a decoder."
+            )
+        weights = Weights(self, file, device=device, compute=compute)
+        steps, leaves = import_steps(graph, reach, weights, compute=compute)
+        body, tail, hidden = split_at_head(graph, steps, leaves)
+        self._regions, self._is_layer = regions(body, leaves, hidden)
+        self._dead = dead_after(self._regions, hidden)
+        self._tail = Region(tail, leaves, [hidden], [graph.logits])
+        num_logits = graph.nodes[graph.logits].shape[-1]
+        assert isinstance(num_logits, int), "the size of the vocabulary depends on the number of tokens"
+        self._num_logits = num_logits
+        head = tail[0].weights
+        # Only where nothing follows the product, not even a bias, does the loss need no logits.
+        is_plain = len(tail) == len(head) == 1
+        self._head_loss = _head_loss(weights.modules[head[0]], compute) if is_plain else None
+        self.linears = weights.linears
+        self.head_is_tied = head[0] == "token_embd.weight"
+        self.untrainable = {
+            name: _why_untrainable(name, reach, self.head_is_tied) for name in file.tensors if name not in self.linears
+        }
+        # A few graphs do not ask which rows are wanted and give all of them.
+        self._selects_rows = any(node.role == "input" and node.name == "out_ids" for node in graph.nodes)
+        # A cache holds each token in a cell of its own, and masks keep documents apart in it as they do without one.
+        self.takes_one_document = any(node.op in RECURRENT or node.name == "s_copy" for node in graph.nodes)
+        if self.takes_one_document:
+            logger.info("%s carries a state from token to token: documents run one after another.", file.architecture)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [region for region, is_layer in zip(self._regions, self._is_layer, strict=True) if is_layer]
+
+    def hidden(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+        """The head's input, float32 [O, D], of the tokens `rows` (int64 [O]) of a batch that the graph takes as a
+        whole.
+        """
+        frame = Frame(batch, rows)
+        known: dict[int, torch.Tensor] = {}
+        for region, is_layer, dead in zip(self._regions, self._is_layer, self._dead, strict=True):
+            values = [known[index] for index in region.inputs]
+            policy = self.checkpoint_policy if is_layer else "none"
+            outputs = run_layer(partial(region, frame=frame), *values, policy=policy)
+            known |= zip(region.outputs, (outputs,) if len(region.outputs) == 1 else outputs, strict=True)
+            for index in dead:
+                del known[index]
+        (x_OD,) = known.values()
+        return x_OD if self._selects_rows else x_OD[rows]
+
+    def run_steps(self, frame: Frame) -> Iterator[tuple[Step, torch.Tensor]]:
+        """Each step of the graph with its value, without anything being freed: to look inside."""
+        known: dict[int, torch.Tensor] = {}
+        for region in (*self._regions, self._tail):
+            yield from region.run(frame, known)
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
+        """Summed cross entropy in nats over the batch's targets (scalar float32 with gradient), and their number."""
+        losses = [self._loss(part) for part in self._parts(batch)]
+        return torch.stack([loss for loss, _ in losses]).sum(), sum(num_targets for _, num_targets in losses)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """float32 [T, V], one row per token of the batch."""
+        rows = []
+        for part in self._parts(batch):
+            all_tokens = torch.arange(part.num_tokens, device=part.tokens_T.device)
+            rows.append(self._logits_of(part, all_tokens, self.hidden(part, all_tokens)))
+        return torch.cat(rows)
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """The batch, or its documents one by one where the graph takes only one."""
+        bounds = batch.cu_seqlens.tolist()
+        if not self.takes_one_document or len(bounds) == 2:
+            yield batch
+            return
+        for start, end in pairwise(bounds):
+            yield Batch(
+                tokens_T=batch.tokens_T[start:end],
+                positions_T=batch.positions_T[start:end],
+                targets_T=batch.targets_T[start:end],
+                cu_seqlens=batch.cu_seqlens.new_tensor([0, end - start]),
+            )
+
+    def _loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
+        # Only tokens with a target pass the last block's feed-forward and the head.
+        rows = (batch.targets_T != IGNORED).nonzero().squeeze(1)
+        if not rows.shape[0]:
+            rows = rows.new_zeros(1)
+        x_OD = self.hidden(batch, rows)
+        targets_O = batch.targets_T[rows]
+        if self._head_loss is not None:
+            return self._head_loss(x_OD, targets_O, self.loss_chunk)
+        return self._chunked_loss(batch, rows, x_OD, targets_O)
+
+    def _chunked_loss(
+        self, batch: Batch, rows: torch.Tensor, x_OD: torch.Tensor, targets_O: torch.Tensor
+    ) -> tuple[torch.Tensor, int]:
+        """Cross entropy where something follows the head (a soft-cap, a scale, a bias): logits of a chunk are computed
+        again in backward.
+        """
+
+        def chunk_loss(rows: torch.Tensor, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(
+                self._logits_of(batch, rows, x), targets, ignore_index=IGNORED, reduction="sum"
+            )
+
+        size = self.loss_chunk or max(1, _LOGITS_BYTES // (4 * self._num_logits))
+        losses = [
+            checkpoint(chunk_loss, *chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk_loss(*chunk)
+            for chunk in zip(*(torch.split(part, size) for part in (rows, x_OD, targets_O)), strict=True)
+        ]
+        return torch.stack(losses).sum(), int((targets_O != IGNORED).sum())
+
+    def _logits_of(self, batch: Batch, rows: torch.Tensor, x_OD: torch.Tensor) -> torch.Tensor:
+        return self._tail(x_OD, frame=Frame(batch, rows))  # type: ignore[no-any-return]
+
+
+def _head_loss(
+    head: QuantLinear | FrozenTensor, compute: str
+) -> Callable[[torch.Tensor, torch.Tensor, int | None], tuple[torch.Tensor, int]]:
+    """The loss of hidden states, targets and chunk size at a head that nothing follows."""
+    if isinstance(head, QuantLinear):
+        return lambda x_OD, targets_O, chunk: head.cross_entropy(x_OD, targets_O, chunk=chunk)
+    weight = as_matrix(head.quant)
+    return lambda x_OD, targets_O, chunk: ops.linear_cross_entropy(
+        x_OD, weight, targets_O, chunk=chunk, compute=compute
+    )
+
+
+def _why_untrainable(name: str, reach: Reach, head_is_tied: bool) -> str:
+    """Why a tensor is not trained by an adapter; ends a sentence that begins with its name."""
+    if name == "token_embd.weight":
+        if head_is_tied:
+            return "is the embedding and the output head in one (tied), and llama.cpp aborts when an adapter changes it"
+        return "is the token embedding, whose training is not implemented"
+    if name in reach.missed:
+        return reach.missed[name]
+    return "is no matrix that llama.cpp multiplies by, so an adapter cannot change it"

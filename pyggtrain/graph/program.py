@@ -1,0 +1,240 @@
+"""A graph as steps that run one after another, cut into layers.
+
+A layer is a run of steps between two places where few values are alive, one for each block of the model (weights
+"blk.N."): the unit of checkpointing. Names decide which block a step belongs to, and the number of live values where
+exactly to cut.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.inputs import Leaf
+from pyggtrain.graph.lowering import Kernel
+from pyggtrain.nn import QuantLinear
+
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation.
+
+    Attributes:
+        result: the node that it computes.
+        sources: the nodes that it reads, None where the operation takes none.
+        kernel: (frame, *values of the sources) -> value.
+        weights: names of the weights that it computes with.
+        name: llama.cpp's name of the node.
+        linear: the trainable product that it is, or None.
+        is_sum: it adds two values of one shape.
+    """
+
+    result: int
+    sources: tuple[int | None, ...]
+    kernel: Kernel
+    weights: tuple[str, ...]
+    name: str
+    linear: QuantLinear | None = None
+    is_sum: bool = False
+
+
+class Region(nn.Module):
+    """Steps from some values to some others. Holds no parameter of its own: modules stand in the tree of the file's
+    names.
+
+    Args:
+        steps: in the order of computing.
+        leaves: values that are no step's result: weights read as numbers, inputs, empty states.
+        inputs: nodes that come from outside, in the order of `forward`'s arguments.
+        outputs: nodes that are given back.
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], leaves: Mapping[int, Leaf], inputs: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.steps = tuple(steps)
+        self.leaves = leaves
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        last_use = {
+            source: index for index, step in enumerate(self.steps) for source in step.sources if source is not None
+        }
+        self._dies_after = [
+            tuple(
+                source
+                for source in set(step.sources)
+                if source is not None and last_use[source] == index and source not in outputs
+            )
+            for index, step in enumerate(self.steps)
+        ]
+
+    def forward(self, *values: torch.Tensor, frame: Frame) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The output's value, or all of them where there are several. Outside of regions [1, 1, T, D] is [T, D]."""
+        known = dict(zip(self.inputs, (x if x.dim() == 4 else x[None, None] for x in values), strict=True))
+        for step, dead in zip(self.steps, self._dies_after, strict=True):
+            self._compute(step, frame, known)
+            for source in dead:
+                known.pop(source, None)
+        outputs = (known[output] for output in self.outputs)
+        results = tuple(x.flatten(0, 2) if x.shape[:2] == (1, 1) else x for x in outputs)
+        return results[0] if len(results) == 1 else results
+
+    def run(self, frame: Frame, known: dict[int, torch.Tensor]) -> Iterator[tuple[Step, torch.Tensor]]:
+        """Each step with its value; `known` holds the inputs and keeps every value."""
+        for step in self.steps:
+            self._compute(step, frame, known)
+            yield step, known[step.result]
+
+    def _compute(self, step: Step, frame: Frame, known: dict[int, torch.Tensor]) -> None:
+        known[step.result] = step.kernel(frame, *(self._value(source, known, frame) for source in step.sources))
+
+    def _value(self, source: int | None, known: dict[int, torch.Tensor], frame: Frame) -> torch.Tensor | None:
+        if source is None:
+            return None
+        if source not in known:
+            known[source] = self.leaves[source](frame)
+        return known[source]
+
+    def extra_repr(self) -> str:
+        return f"{len(self.steps)} steps, {self.steps[0].name} to {self.steps[-1].name}"
+
+
+@dataclass
+class Cuts:
+    """Where a program falls apart.
+
+    Attributes:
+        starts: the first step of each region.
+        is_layer: whether the region is a block's.
+    """
+
+    starts: list[int] = field(default_factory=list)
+    is_layer: list[bool] = field(default_factory=list)
+
+    def add(self, start: int, is_layer: bool) -> None:
+        if self.starts and self.starts[-1] == start:
+            self.is_layer[-1] = is_layer
+            return
+        self.starts.append(start)
+        self.is_layer.append(is_layer)
+
+
+def _runs(steps: Sequence[Step]) -> list[tuple[int, int]]:
+    """(first step, last step) of each stretch in which all weights with a block number have the same one."""
+    runs: list[tuple[int, int]] = []
+    current = None
+    for index, step in enumerate(steps):
+        for block in {match.group(1) for name in step.weights if (match := _BLOCK.match(name))}:
+            if block == current:
+                runs[-1] = (runs[-1][0], index)
+            else:
+                runs.append((index, index))
+                current = block
+    return runs
+
+
+def cut_into_layers(steps: Sequence[Step]) -> Cuts:
+    """Cut where the fewest values are alive between the weights of one block and those of the next."""
+    # Values alive before step p: made by an earlier one, read by p or a later one.
+    num_alive = [0] * (len(steps) + 1)
+    made = {step.result: index for index, step in enumerate(steps)}
+    last_use = {source: index for index, step in enumerate(steps) for source in step.sources if source in made}
+    for result, index in made.items():
+        for place in range(index + 1, last_use.get(result, len(steps)) + 1):
+            num_alive[place] += 1
+
+    def best(after: int, until: int) -> int:
+        return min(range(after + 1, until + 1), key=lambda place: num_alive[place])
+
+    cuts = Cuts()
+    runs = _runs(steps)
+    cuts.add(0, is_layer=not runs or runs[0][0] == 0)
+    if not runs:
+        return cuts
+    if runs[0][0] > 0:
+        cuts.add(best(0, runs[0][0]), is_layer=True)
+    for (_, last), (first, _) in pairwise(runs):
+        cuts.add(best(last, first), is_layer=True)
+    end = best(runs[-1][1], len(steps))
+    if end < len(steps):
+        cuts.add(end, is_layer=False)
+    return cuts
+
+
+def regions(steps: Sequence[Step], leaves: Mapping[int, Leaf], output: int) -> tuple[list[Region], list[bool]]:
+    """The program in regions, and which of them are layers.
+
+    Args:
+        steps: of the whole program.
+        leaves: values that are no step's result.
+        output: the node that the program is for.
+    """
+    cuts = cut_into_layers(steps)
+    bounds = [*cuts.starts, len(steps)]
+    parts = []
+    for start, end in pairwise(bounds):
+        inside = steps[start:end]
+        made = {step.result for step in inside}
+        read_later = {source for step in steps[end:] for source in step.sources} | {output}
+        inputs = _unique(
+            source
+            for step in inside
+            for source in step.sources
+            if source is not None and source not in made and source not in leaves
+        )
+        outputs = [step.result for step in inside if step.result in read_later]
+        parts.append(Region(_ending_in_product(inside, outputs), leaves, inputs, outputs))
+    return parts, cuts.is_layer
+
+
+def dead_after(parts: Sequence[Region], output: int) -> list[list[int]]:
+    """For each region, the values between regions that none after it reads."""
+    known: set[int] = set()
+    dead = []
+    for position, region in enumerate(parts):
+        known |= set(region.outputs)
+        needed = {index for later in parts[position + 1 :] for index in later.inputs} | {output}
+        dead.append(sorted(known - needed))
+        known &= needed
+    return dead
+
+
+def _unique(values: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(values))
+
+
+def _ending_in_product(steps: Sequence[Step], outputs: Sequence[int]) -> Sequence[Step]:
+    """The steps of a region, whose last sum, if it adds the residual to a product, becomes part of the product.
+
+    A checkpointed region then keeps this product's result, which is its output anyway, instead of computing it twice
+    (`nn.checkpointing`).
+    """
+    last = steps[-1]
+    if list(outputs) != [last.result] or not last.is_sum:
+        return steps
+    for position, step in enumerate(steps):
+        num_uses = sum(other.sources.count(step.result) for other in steps)
+        if step.linear is not None and step.result in last.sources and num_uses == 1:
+            (residual,) = (source for source in last.sources if source != step.result)
+            joined = replace(
+                last, sources=(*step.sources, residual), kernel=product_kernel(step.linear), weights=step.weights
+            )
+            return [*steps[:position], *steps[position + 1 : -1], joined]
+    return steps
+
+
+def product_kernel(linear: QuantLinear) -> Kernel:
+    """x Wᵀ (+ residual) over the last dimension of four."""
+
+    def kernel(frame: Frame, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y_TN = linear(x.flatten(0, 2), residual_TN=None if residual is None else residual.flatten(0, 2))
+        return y_TN.reshape(*x.shape[:3], -1)  # type: ignore[no-any-return]
+
+    return kernel
