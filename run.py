@@ -88,7 +88,7 @@ def test(arguments: list[str]) -> None:
         run(BIN / "ruff", "check", ".")
         run(BIN / "ruff", "format", "--check", ".")
         run(BIN / "mypy", "--config-file", ROOT / "pyproject.toml", folder=VENV)
-        run(BIN / "lint-imports", "--config", ROOT / "pyproject.toml", folder=VENV)
+        run(BIN / "lint-imports", ROOT / "pyproject.toml", folder=VENV)
     run(BIN / "pytest", *arguments)
 
 

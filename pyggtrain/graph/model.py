@@ -1,4 +1,4 @@
-"""A file's model, imported from llama.cpp's own graph of it. It has the face of `models.model.Model`.
+"""A file's model, imported from llama.cpp's own graph of it. It has the face of every model, `nn.Model`.
 
 Products with matrices are `nn.QuantLinear`s under the file's names, so adapters, checkpointing and export see no
 difference to a hand-written model. Which of them can be trained is what llama.cpp's own graph shows
@@ -26,7 +26,7 @@ from pyggtrain.graph.lowering.scan import RECURRENT
 from pyggtrain.graph.program import Region, Step, dead_after, regions
 from pyggtrain.graph.rewrite import Reach, forward_casts, join, name_masks, order_memory, take_out_adapter
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
-from pyggtrain.nn import Batch, QuantLinear, run_layer
+from pyggtrain.nn import Batch, Model, QuantLinear, run_layer
 from pyggtrain.ops.linear_cross_entropy import IGNORED
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def training_graph(file: GGUFFile, *, num_ctx: int | None = None) -> tuple[Graph
     return join(order_memory(name_masks(forward_casts(graph)))), reach
 
 
-class ImportedModel(nn.Module):
+class ImportedModel(Model):
     """A model file of any architecture that llama.cpp runs.
 
     Args:
@@ -57,7 +57,7 @@ class ImportedModel(nn.Module):
             `context_length`.
 
     Attributes:
-        linears, untrainable, head_is_tied, checkpoint_policy, loss_chunk: see `models.model.Model`.
+        linears, untrainable, head_is_tied, checkpoint_policy, loss_chunk: see `nn.Model`.
         takes_one_document: documents of a batch run one after another: a state would carry from one to the next.
 
     Raises:
@@ -68,11 +68,7 @@ class ImportedModel(nn.Module):
     def __init__(
         self, file: GGUFFile, *, device: str = "cpu", compute: str = "auto", num_ctx: int | None = None
     ) -> None:
-        super().__init__()
-        self.architecture = file.architecture
-        self.checkpoint_policy = "none"
-        self.loss_chunk: int | None = None
-        self.compute = compute
+        super().__init__(file.architecture)
         graph, reach = training_graph(file, num_ctx=num_ctx)
         if not graph.is_causal:
             raise UnsupportedError(

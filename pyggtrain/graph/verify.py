@@ -3,7 +3,7 @@
 Both compute the same tokens. In a file of F32 weights they differ by rounding alone. In a quantised file llama.cpp
 also rounds every product's input to 8 bits, which the model need not do (`compute`), and small differences grow from
 layer to layer: measured 4 % of the logits' rms on SmolLM2-135M Q4_1 and gemma-3-270m Q4_K_M, where a wrong operation
-    gives about 100 %.
+gives about 100 %.
 
 A model that differs by more is searched for the first value that does.
 """

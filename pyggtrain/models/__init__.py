@@ -1,40 +1,92 @@
-"""Hand-written models: one file per `general.architecture`, all with the face of `nn.Model`."""
+"""The model of a file: hand-written for the architectures listed here, else llama.cpp's own graph, imported.
+
+Both have the face of `nn.Model`, so nothing above knows the difference.
+"""
+
+import logging
 
 import torch
 
-from pyggtrain.errors import UnsupportedError
+from pyggtrain.errors import BridgeError, ConfigError, UnsupportedError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.models.llama import Llama
 from pyggtrain.nn import Model
 
+logger = logging.getLogger(__name__)
+
 ARCHITECTURES: dict[str, type[Llama]] = {"llama": Llama}
+
+IMPLEMENTATIONS = ("auto", "native", "graph")
 
 
 def load(
-    file: GGUFFile, *, device: torch.device | str = "cpu", compute: str = "auto", num_ctx: int | None = None
+    file: GGUFFile,
+    *,
+    implementation: str = "auto",
+    device: torch.device | str = "cpu",
+    compute: str = "auto",
+    num_ctx: int | None = None,
 ) -> Model:
-    """Build the model of a file on top of its own blocks.
+    """Build the model of a file on top of its own blocks. On the CPU no weight is copied.
 
-    Every tensor is checked against the metadata's shapes. On the CPU none is copied.
+    A hand-written model checks every tensor against the metadata's shapes. An imported one is compared with llama.cpp
+    on 64 tokens before it is handed out.
 
     Args:
         file: an opened GGUF file.
+        implementation: "native" (hand-written), "graph" (imported from llama.cpp), or "auto": native where there is one
+            and it knows all that the file asks for, else graph.
         device: where to compute.
         compute: "auto", "exact" or "ggml", see `ops.quant_linear`.
         num_ctx: context that the adapter will be served with; matters to longrope files only. None: the file's own
             `context_length`.
 
     Raises:
-        UnsupportedError: unknown architecture, or a key or tensor that asks for something not implemented.
+        ConfigError: another implementation.
+        UnsupportedError: unknown architecture, or a key, tensor or operation that is not implemented.
         GGUFError: a key or tensor is missing, malformed or of another shape than its metadata says.
+        ParityError: the imported model computes something else than llama.cpp.
+        BridgeError: llama.cpp cannot build the graph.
     """
-    architecture = ARCHITECTURES.get(file.architecture)
-    if architecture is None:
-        raise UnsupportedError(
-            f"{file.path} has general.architecture '{file.architecture}': "
-            f"supported are {', '.join(sorted(ARCHITECTURES))}. Use a model of one of these."
-        )
-    return architecture(file, device=device, compute=compute, num_ctx=num_ctx)
+    if implementation not in IMPLEMENTATIONS:
+        raise ConfigError(f"implementation is {implementation!r}; needed: one of {', '.join(IMPLEMENTATIONS)}.")
+    native = ARCHITECTURES.get(file.architecture)
+    if implementation != "graph":
+        try:
+            if native is None:
+                raise UnsupportedError(
+                    f"{file.path} has general.architecture '{file.architecture}', which has no hand-written model: "
+                    f"there are {', '.join(sorted(ARCHITECTURES))}."
+                )
+            return native(file, device=device, compute=compute, num_ctx=num_ctx)
+        except UnsupportedError as error:
+            if implementation == "native":
+                raise
+            reason = str(error)
+        logger.info("%s Taking the model from llama.cpp's own graph of the file.", reason)
+        try:
+            return _imported(file, device=str(device), compute=compute, num_ctx=num_ctx)
+        except (BridgeError, UnsupportedError) as error:
+            raise UnsupportedError(f"{reason} Nor can it be taken from llama.cpp's own graph: {error}") from error
+    return _imported(file, device=str(device), compute=compute, num_ctx=num_ctx)
 
 
-__all__ = ["ARCHITECTURES", "Model", "load"]
+def _imported(file: GGUFFile, *, device: str, compute: str, num_ctx: int | None) -> Model:
+    # Importing costs half a second of definitions that a native model does not need.
+    from pyggtrain.graph.model import ImportedModel
+    from pyggtrain.graph.verify import verify
+
+    model = ImportedModel(file, device=device, compute=compute, num_ctx=num_ctx)
+    verified = verify(file, model)
+    logger.info(
+        "%s: model imported from llama.cpp's own graph; logits of %d tokens differ by %.1e of their size (needed: "
+        "%.1e)",
+        file.architecture,
+        verified.num_tokens,
+        verified.error,
+        verified.bound,
+    )
+    return model
+
+
+__all__ = ["ARCHITECTURES", "IMPLEMENTATIONS", "Model", "load"]

@@ -118,6 +118,9 @@ class TrainConfig:
 
     device: str = "auto"
     """Where to compute: "auto" (a CUDA device if there is one), "cpu", "cuda", "cuda:1"."""
+    model_impl: Literal["auto", "native", "graph"] = "auto"
+    """Where the model's definition comes from: "native" (hand-written here), "graph" (llama.cpp's own compute graph
+    of the file, imported), or "auto": native where there is one that knows all the file asks for, else graph."""
     compute: Literal["auto", "exact", "ggml"] = "auto"
     """Arithmetic of the base weights' products: "exact" (dequantised), "ggml" (llama.cpp's own 8-bit activations), or
     "auto"."""

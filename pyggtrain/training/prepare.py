@@ -147,7 +147,7 @@ def prepare(config: TrainConfig) -> Preparation:
     tokenizer = Tokenizer.from_gguf(config.model)
     max_length = _max_length(config, base)
     data = load_data(config, tokenizer, max_length=max_length, started=datetime.fromisoformat(started))
-    model = models.load(base, device=str(device), compute=config.compute)
+    model = models.load(base, implementation=config.model_impl, device=str(device), compute=config.compute)
     adapter = attach(model, lora_config(config), seed=config.seed)
     model.train()
     check_free_space(files, adapter.num_parameters)

@@ -66,6 +66,37 @@ SHORT = {"r": 4, "learning_rate": 1e-2, "max_steps": 4, "num_threads": 1, "verif
 FLAGS = [word for name, value in SHORT.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
+@pytest.fixture(scope="module")
+def qwen2_model(tmp_path_factory, chat_model) -> Path:
+    """The same as a qwen2 with its biases: an architecture that has no hand-written model here."""
+    path = tmp_path_factory.mktemp(FOLDER_NAME) / "qwen2.gguf"
+    llama = GGUFFile.open(chat_model)
+    renamed = {name.replace("llama.", "qwen2."): value for name, value in typed_metadata(llama).items()}
+    tensors = list(llama.tensors.values())
+    for layer in range(2):
+        for name, size in (("attn_q", 64), ("attn_k", 32), ("attn_v", 32)):
+            bias = torch.randn(size, generator=torch.Generator().manual_seed(layer)) * 0.1
+            tensors.append(quantize_tensor(f"blk.{layer}.{name}.bias", bias, "F32"))
+    write_gguf(path, {**renamed, "general.architecture": "qwen2"}, tensors)
+    return path
+
+
+def test_an_architecture_without_a_hand_written_model_is_trained_through_llama_cpps_graph(
+    qwen2_model, chats, folder, capfd
+):
+    output = folder / "adapter.gguf"
+    code = main(["train", str(qwen2_model), str(chats), "-o", str(output), *FLAGS])
+    captured = capfd.readouterr()
+    assert code == 0, captured.err
+    assert "qwen2: model imported from llama.cpp's own graph" in captured.err
+    assert "Parity with llama.cpp: passed" in captured.out
+    adapter = GGUFFile.open(output)
+    assert adapter.architecture == "qwen2" and len(adapter.tensors) == 2 * 2 * 7
+    other = folder / "other.gguf"
+    assert main(["train", str(qwen2_model), str(chats), "-o", str(other), "--model-impl", "native"]) == 2
+    assert "no hand-written model" in capfd.readouterr().err
+
+
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

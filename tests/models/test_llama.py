@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyggtrain import _bridge, adapters, models
-from pyggtrain.errors import GGUFError, UnsupportedError
+from pyggtrain.errors import ConfigError, GGUFError, UnsupportedError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.nn import POLICIES, Batch
 from pyggtrain.ops import dequantize
@@ -356,7 +356,19 @@ def test_extra_tensors_are_listed(make_llama: Callable, caplog):
 )
 def test_what_is_not_implemented_is_refused_by_name(make_llama: Callable, metadata, tensors, named):
     with pytest.raises(UnsupportedError, match=named):
-        models.load(make_llama(metadata=metadata, tensors=tensors))
+        models.load(make_llama(metadata=metadata, tensors=tensors), implementation="native")
+
+
+def test_what_the_hand_written_model_lacks_is_taken_from_llama_cpp(make_llama: Callable, caplog):
+    with caplog.at_level("INFO", logger="pyggtrain"):
+        model = models.load(make_llama(tensors={"blk.1.ffn_up.scale": torch.full((1,), 0.5)}))
+    assert type(model).__name__ == "ImportedModel"
+    assert "blk.1.ffn_up.scale" in caplog.text and "llama.cpp's own graph" in caplog.text
+
+
+def test_an_unknown_implementation_is_named(make_llama: Callable):
+    with pytest.raises(ConfigError, match="needed: one of auto, native, graph"):
+        models.load(make_llama(), implementation="torch")
 
 
 @pytest.mark.parametrize(
@@ -381,5 +393,5 @@ def test_an_inconsistent_file_is_named(make_llama: Callable, fields, named):
 
 
 def test_an_unknown_architecture_lists_the_known_ones(make_llama: Callable):
-    with pytest.raises(UnsupportedError, match="'mamba'.*supported are.*llama"):
-        models.load(make_llama(metadata={"general.architecture": "mamba"}))
+    with pytest.raises(UnsupportedError, match=r"(?s)'nonsense'.*there are llama\..*unknown model architecture"):
+        models.load(make_llama(metadata={"general.architecture": "nonsense"}))

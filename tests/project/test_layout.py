@@ -2,6 +2,7 @@
 nothing.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -35,6 +36,20 @@ def test_top_level_holds_what_the_design_names() -> None:
 def test_package_holds_only_rooms_of_the_design() -> None:
     rooms = {path.parts[1] for path in tracked() if path.parts[0] == "pyggtrain" and len(path.parts) > 2}
     assert rooms <= ROOMS
+
+
+def test_the_compiled_bridge_is_imported_only_where_it_may() -> None:
+    """import-linter sees no compiled module, so this rule is checked here."""
+    importing = set()
+    for path in tracked():
+        if path.suffix != ".py" or path.parts[0] not in ("pyggtrain", "kernels") or not (ROOT / path).exists():
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if any(name.split(".")[-1] == "_bridge" for name in (*names, module)):
+                importing.add(path.parts[1] if path.parts[0] == "pyggtrain" else path.parts[0])
+    assert importing == {"gguf", "ops", "graph", "validation"}
 
 
 def test_no_file_has_a_name_that_says_nothing() -> None:
