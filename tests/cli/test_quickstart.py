@@ -34,5 +34,5 @@ def test_missing_data_script_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quickstart, "MAKE_DATA", tmp_path / "tool_calls.py")
     assert main(["quickstart"]) == 2
-    assert "Run the quickstart from a checkout" in capsys.readouterr().err
+    assert "The installation is damaged" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
