@@ -1,6 +1,6 @@
 """One CPU training step on SmolLM2-135M: pyggtrain on the packed Q4_1 file against plain torch on float32 weights.
 
-    python benchmarks/bench_cpu_step.py [--threads 2] [--steps 7] [--output results.jsonl]
+    python benchmarks/bench_cpu_step.py [--threads 2] [--steps 5] [--rounds 3] [--output results.jsonl]
 
 Both train the same LoRA (r = 8 on all 210 linears of the layers, AdamW) on the same tokens, every token learnt. The
 baseline is what
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
@@ -32,7 +33,7 @@ from pyggtrain.adapters import LoraConfig, attach
 from pyggtrain.gguf import GGUFFile, QuantTensor
 from pyggtrain.models import load
 from pyggtrain.nn import Batch
-from pyggtrain.training.memory import return_freed_memory
+from pyggtrain.training.memory import tune_allocator
 
 RANK, ALPHA = 8, 16.0
 SHAPES = ((1, 256), (4, 256))
@@ -121,14 +122,14 @@ def plain_step(file: GGUFFile, tokens: torch.Tensor) -> Callable[[], float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
 
 def packed_step(file: GGUFFile, tokens: torch.Tensor, policy: str) -> Callable[[], float]:
     # As every training run does.
-    return_freed_memory()
+    tune_allocator(policy)
     model = load(file)
     model.checkpoint_policy = policy
     adapter = attach(model, LoraConfig(r=RANK, lora_alpha=ALPHA), seed=0)
@@ -140,7 +141,7 @@ def packed_step(file: GGUFFile, tokens: torch.Tensor, policy: str) -> Callable[[
         (loss_sum / num_targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss_sum) / num_targets
+        return float(loss_sum.detach()) / num_targets
 
     return step
 
@@ -193,7 +194,8 @@ def measure(system: str, batch: int, length: int, num_steps: int) -> dict[str, o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="append one JSON line per system and shape")
     parser.add_argument("--child", nargs=3, metavar=("SYSTEM", "BATCH", "LENGTH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -205,14 +207,32 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads, torch {torch.__version__}")
     columns = ("system", "tokens", "s / step", "tok/s", "peak MiB", "time", "memory", "shares of the step")
     print(ROW.format(*columns))
+    systems = ("torch float32", *(f"pyggtrain {policy}" for policy in POLICIES))
     for batch, length in SHAPES:
-        baseline: dict[str, float] = {}
-        for system in ("torch float32", *(f"pyggtrain {policy}" for policy in POLICIES)):
-            command = [sys.executable, __file__, "--threads", str(arguments.threads), "--steps", str(arguments.steps)]
-            child = subprocess.run(
-                [*command, "--child", system, str(batch), str(length)], capture_output=True, text=True, check=True
-            )
-            result = json.loads(child.stdout.splitlines()[-1])
+        rounds: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
+        # The systems take turns, so that a machine that grows slower or faster meanwhile does not favour one.
+        for _ in range(arguments.rounds):
+            for system in systems:
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--threads",
+                    str(arguments.threads),
+                    "--steps",
+                    str(arguments.steps),
+                ]
+                child = subprocess.run(
+                    [*command, "--child", system, str(batch), str(length)], capture_output=True, text=True, check=True
+                )
+                rounds[system].append(json.loads(child.stdout.splitlines()[-1]))
+        baseline: dict[str, Any] = {}
+        for system in systems:
+            result = {
+                **rounds[system][0],
+                "seconds": statistics.median(one["seconds"] for one in rounds[system]),
+                "peak_mib": max(one["peak_mib"] for one in rounds[system]),
+                "rounds": [one["seconds"] for one in rounds[system]],
+            }
             baseline = baseline or result
             parts = ", ".join(f"{name} {share:.0%}" for name, share in result["shares"].items())
             numbers = (

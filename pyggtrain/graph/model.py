@@ -27,12 +27,9 @@ from pyggtrain.graph.program import Region, Step, dead_after, regions
 from pyggtrain.graph.rewrite import Reach, forward_casts, join, name_masks, order_memory, take_out_adapter
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
 from pyggtrain.nn import Batch, Model, QuantLinear, run_layer
-from pyggtrain.ops.linear_cross_entropy import IGNORED
+from pyggtrain.ops.linear_cross_entropy import IGNORED, default_chunk
 
 logger = logging.getLogger(__name__)
-
-# Logits that exist at the same time where `loss_chunk` does not say: as in `ops.linear_cross_entropy`.
-_LOGITS_BYTES = 64 << 20
 
 
 def training_graph(file: GGUFFile, *, num_ctx: int | None = None) -> tuple[Graph, Reach]:
@@ -176,7 +173,7 @@ class ImportedModel(Model):
                 self._logits_of(batch, rows, x), targets, ignore_index=IGNORED, reduction="sum"
             )
 
-        size = self.loss_chunk or max(1, _LOGITS_BYTES // (4 * self._num_logits))
+        size = self.loss_chunk or default_chunk(self._num_logits)
         losses = [
             checkpoint(chunk_loss, *chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk_loss(*chunk)
             for chunk in zip(*(torch.split(part, size) for part in (rows, x_OD, targets_O)), strict=True)

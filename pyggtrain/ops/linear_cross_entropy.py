@@ -31,15 +31,19 @@ from pyggtrain.ops.lora_linear import low_rank_forward
 
 IGNORED = -100
 
-# Logits of one chunk, in bytes, when the caller names no chunk.
-DEFAULT_CHUNK_BYTES = 64 * 2**20
+# Logits of one chunk, in bytes, when the caller names no chunk: what is wanted, and what is allowed so that a chunk has
+# rows enough. Each chunk decodes the whole head twice, which is lost time below some 64 rows.
+WANTED_CHUNK_BYTES = 16 * 2**20
+MAX_CHUNK_BYTES = 64 * 2**20
+ENOUGH_ROWS = 64
 # Rows of logits worked on at a time: about this many numbers, 2 MiB, stay in a core's L2 cache.
 _CACHED_LOGITS = 2**19
 
 
 def default_chunk(num_vocab: int) -> int:
-    """Tokens whose float32 logits take at most DEFAULT_CHUNK_BYTES; at least 1."""
-    return max(1, DEFAULT_CHUNK_BYTES // (4 * num_vocab))
+    """Tokens whose float32 logits take 16 MiB, or 64 tokens if these take no more than 64 MiB; at least 1."""
+    row_bytes = 4 * num_vocab
+    return max(1, WANTED_CHUNK_BYTES // row_bytes, min(ENOUGH_ROWS, MAX_CHUNK_BYTES // row_bytes))
 
 
 def _losses_from_logits_(z_CV: torch.Tensor, targets_C: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
@@ -189,7 +193,7 @@ def linear_cross_entropy(
         x_TD: float32 [T, D], the head's input.
         weight: [V, D]; the head, or the embedding it is tied to.
         targets_T: int64 [T], the token to predict after each position, -100 where there is none.
-        chunk: tokens whose logits exist at the same time. None: as many as 64 MiB hold. Loss and gradient do not depend
+        chunk: tokens whose logits exist at the same time. None: see `default_chunk`. Loss and gradient do not depend
             on it beyond rounding.
         lora_a_RD, lora_b_VR, scale, dropout_mask_TD: low-rank update of the head, as in `lora_linear`.
         compute: for the logits, as in `quant_linear`.

@@ -20,7 +20,7 @@ from pyggtrain.nn import Model
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.data import RunData, load_data
-from pyggtrain.training.memory import MemoryPlan, mib, plan_memory, return_freed_memory
+from pyggtrain.training.memory import MemoryPlan, mib, plan_memory, tune_allocator
 from pyggtrain.training.output import OutputFiles, check_free_space, check_output
 from pyggtrain.training.progress import Progress
 from pyggtrain.training.schedule import num_warmup_steps
@@ -136,7 +136,6 @@ def prepare(config: TrainConfig) -> Preparation:
     """
     files = OutputFiles(Path(config.output))
     check_output(files, Path(config.model), overwrite=config.overwrite, resume=config.resume)
-    return_freed_memory()
     torch.set_num_threads(config.num_threads or num_usable_cores())
     checkpoint = load_checkpoint(files.checkpoint) if config.resume else None
     started = (
@@ -162,6 +161,7 @@ def prepare(config: TrainConfig) -> Preparation:
         base_bytes=base.file_bytes,
         device=device,
     )
+    tune_allocator(memory.policy)
     return Preparation(
         config, files, base, tokenizer, device, max_length, data, model, adapter, memory, checkpoint, started
     )

@@ -169,7 +169,9 @@ def test_gradient_is_never_made_in_evaluation(make_weight, monkeypatch):
 
 
 def test_default_chunk_is_bounded_by_bytes():
-    assert default_chunk(151_936) * 151_936 * 4 <= 64 * 2**20
+    assert default_chunk(1_000) * 1_000 * 4 <= 16 * 2**20
+    assert default_chunk(151_936) == 64
+    assert default_chunk(10**6) * 10**6 * 4 <= 64 * 2**20
     assert default_chunk(10**9) == 1
 
 
