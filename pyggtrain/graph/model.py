@@ -173,7 +173,7 @@ class ImportedModel(Model):
                 self._logits_of(batch, rows, x), targets, ignore_index=IGNORED, reduction="sum"
             )
 
-        size = self.loss_chunk or default_chunk(self._num_logits)
+        size = self.loss_chunk or default_chunk(self._num_logits, targets_O.shape[0])
         losses = [
             checkpoint(chunk_loss, *chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk_loss(*chunk)
             for chunk in zip(*(torch.split(part, size) for part in (rows, x_OD, targets_O)), strict=True)

@@ -19,7 +19,8 @@ class Model(nn.Module, ABC):
         untrainable: the file's other tensors by name, each with the reason why an adapter cannot train it.
         head_is_tied: the output head is the token embedding; no adapter can hold its change.
         checkpoint_policy: which activations are kept for backward, see `nn.checkpointing`.
-        loss_chunk: tokens whose logits exist at the same time in `loss`; None: 16 to 64 MiB of them.
+        loss_chunk: tokens whose logits exist at the same time in `loss`; None: see
+            `ops.linear_cross_entropy`.
     """
 
     def __init__(self, architecture: str) -> None:

@@ -31,19 +31,25 @@ from pyggtrain.ops.lora_linear import low_rank_forward
 
 IGNORED = -100
 
-# Logits of one chunk, in bytes, when the caller names no chunk: what is wanted, and what is allowed so that a chunk has
-# rows enough. Each chunk decodes the whole head twice, which is lost time below some 64 rows.
-WANTED_CHUNK_BYTES = 16 * 2**20
+# Logits of one chunk, in bytes, when the caller names no chunk. A third of the targets at a time keeps logits below what
+# a step's activations take, and each chunk decodes the whole head twice, so three are few; below some 64 rows decoding
+# costs more than multiplying.
+MIN_CHUNK_BYTES = 16 * 2**20
 MAX_CHUNK_BYTES = 64 * 2**20
 ENOUGH_ROWS = 64
 # Rows of logits worked on at a time: about this many numbers, 2 MiB, stay in a core's L2 cache.
 _CACHED_LOGITS = 2**19
 
 
-def default_chunk(num_vocab: int) -> int:
-    """Tokens whose float32 logits take 16 MiB, or 64 tokens if these take no more than 64 MiB; at least 1."""
+def default_chunk(num_vocab: int, num_targets: int) -> int:
+    """Tokens whose float32 logits exist at the same time: a third of the targets, in 16 to 64 MiB; at least 1.
+
+    Never fewer than 64 where these take no more than 64 MiB.
+    """
     row_bytes = 4 * num_vocab
-    return max(1, WANTED_CHUNK_BYTES // row_bytes, min(ENOUGH_ROWS, MAX_CHUNK_BYTES // row_bytes))
+    most = max(1, MAX_CHUNK_BYTES // row_bytes)
+    least = max(MIN_CHUNK_BYTES // row_bytes, min(ENOUGH_ROWS, most))
+    return min(max(-(-num_targets // 3), least), most)
 
 
 def _losses_from_logits_(z_CV: torch.Tensor, targets_C: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
@@ -234,7 +240,7 @@ def linear_cross_entropy(
         lora_b_VR,
         scale,
         dropout_mask_TD,
-        default_chunk(num_vocab) if chunk is None else chunk,
+        default_chunk(num_vocab, num_targets) if chunk is None else chunk,
         compute,
         needs_grad and x_TD.requires_grad,
         needs_grad and lora_a_RD is not None and lora_a_RD.requires_grad,

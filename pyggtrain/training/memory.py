@@ -130,7 +130,7 @@ def plan_memory(
         UnsupportedError: a step does not fit whatever the policy; says what to lower.
     """
     free_bytes = free_memory_bytes(device)
-    chunk_bytes = 4 * num_vocab * min(num_tokens, default_chunk(num_vocab))
+    chunk_bytes = 4 * num_vocab * min(num_tokens, default_chunk(num_vocab, num_tokens))
     plan = None
     for candidate in POLICIES if policy == "auto" else (policy,):
         model.checkpoint_policy = candidate

@@ -168,11 +168,19 @@ def test_gradient_is_never_made_in_evaluation(make_weight, monkeypatch):
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
-def test_default_chunk_is_bounded_by_bytes():
-    assert default_chunk(1_000) * 1_000 * 4 <= 16 * 2**20
-    assert default_chunk(151_936) == 64
-    assert default_chunk(10**6) * 10**6 * 4 <= 64 * 2**20
-    assert default_chunk(10**9) == 1
+@pytest.mark.parametrize(
+    ("num_vocab", "num_targets", "chunk"),
+    [
+        (49_152, 1024, 341),  # 64 MiB
+        (49_152, 600, 200),  # a third
+        (49_152, 200, 85),  # 16 MiB
+        (151_936, 100, 64),  # enough rows
+        (10**6, 1024, 16),  # 64 MiB are fewer rows than that
+        (10**9, 1024, 1),
+    ],
+)
+def test_default_chunk_is_a_third_of_the_targets_within_bounds(num_vocab, num_targets, chunk):
+    assert default_chunk(num_vocab, num_targets) == chunk
 
 
 PEAK_SCRIPT = """
