@@ -38,7 +38,8 @@ def streaming_cases() -> dict[str, tuple[Callable[[int], object], int]]:
     heads, table = normal(TOKENS, HEADS + 2 * KV_HEADS, HEAD_SIZE), torch.rand(TOKENS, HEAD_SIZE // 2, device="cuda")
     q_k = heads[:, : HEADS + KV_HEADS]
     logits, targets = normal(1024, VOCABULARY), torch.randint(0, VOCABULARY, (1024,), device="cuda")
-    extended, a, b = normal(2 * FEED_FORWARD + 64, WIDTH + 64), normal(32, WIDTH), normal(2 * FEED_FORWARD, 16)
+    extended = normal(2 * FEED_FORWARD + 64, WIDTH + 64)
+    pairs = [(normal(16, WIDTH).float(), normal(FEED_FORWARD, 16).float(), 1.0) for _ in range(2)]
     rows, wide = 2 * TOKENS * WIDTH, 2 * TOKENS * FEED_FORWARD
     return {
         "rms_norm forward, residual added": (
@@ -55,8 +56,8 @@ def streaming_cases() -> dict[str, tuple[Callable[[int], object], int]]:
         "rope": (lambda i: rope_forward(q_k, table, table, is_neox=False, out=q_k), 4 * q_k.numel()),
         "cross_entropy": (lambda i: cross_entropy_(logits, targets), 6 * logits.numel()),
         "lora_extend": (
-            lambda i: lora_extend_(extended, a, b, row_counts=(FEED_FORWARD, FEED_FORWARD), scale=1.0),
-            2 * (2 * FEED_FORWARD * (16 + 64) + WIDTH * (32 + 64)),
+            lambda i: lora_extend_(extended, pairs, row_counts=(FEED_FORWARD, FEED_FORWARD)),
+            2 * (2 * FEED_FORWARD * (32 + 64) + WIDTH * (64 + 64)),
         ),
     }
 

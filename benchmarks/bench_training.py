@@ -1,194 +1,201 @@
-"""Tokens per second and peak memory of one LoRA step on a Llama-3.1-8B-shaped Q4_K_M model, rank 16 on all seven
-linears.
+"""Tokens per second and peak memory of real training steps on models of a true shape and quant mix.
 
     python benchmarks/bench_training.py --output benchmarks/results/training.jsonl
 
-Weights are random valid blocks. A step is forward, backward, gradient clipping and AdamW on float32 masters; every
-token is a target. Before anything is timed, a small model's loss and adapter gradients are compared with torch's
-autograd over dequantised weights. Memory is the peak that torch allocated, weights and optimiser included.
+The product's own model, adapter and optimiser step (forward, backward, clipping, AdamW on float32 masters); weights are
+random valid blocks, LoRA r = 16 on all seven linears, every token a target. Before anything is timed, a small model's
+loss and adapter gradients are compared with the same model in float32. Memory is the peak that torch allocated, weights
+and optimiser included; the allocator is capped there, so that a step cannot take more for a moment.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
-from llama_step import GROUPS, LLAMA_3_1_8B, LlamaStep, Policy, Shape
 from measure import append_line, environment
-from pyggtrain.kernels.reference import dequant as reference
-from pyggtrain.kernels.reference.rope import rope_forward
+from synthetic import LLAMA_3_1_8B, LLAMA_3_3_70B, LlamaShape, SyntheticFile
 
-SMALL = Shape(4, 256, 512, 4, 2, 64, 600)
+from pyggtrain.adapters import LoraConfig, attach
+from pyggtrain.models.llama import Llama
+from pyggtrain.nn import Batch
+from pyggtrain.ops import workspace
+from pyggtrain.ops.fused import Kept
+from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.optim import Optimizer
 
-SETTINGS: dict[str, tuple[int, int, Policy, bool]] = {
-    # name: sequences, tokens in each, policy, one CUDA graph for the whole step
-    "4x2048_8gib": (4, 2048, Policy(2, 0, True, 1792, 42752), False),
-    "4x2048_24gib": (4, 2048, Policy(32, 19, True, 896, 42752), False),
-    "4x2048_36gib": (4, 2048, Policy(32, 32, True, 1024, 128256, kept_weights=12), False),
-    "1x2048_6gib": (1, 2048, Policy(2, 0, True, 448, 42752), True),
-    "1x2048_13gib": (1, 2048, Policy(32, 32, True, 1024, 128256), True),
+SMALL = LlamaShape("small", 4, 256, 512, 4, 2, 64, 600, "Q4_K_M")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the table.
+
+    Attributes:
+        documents, length: of a step's one micro-batch.
+        max_gib: the allocator's cap.
+        kept: number of layers -> what each keeps.
+        head_parts: into how many parts the head is decoded.
+        shape: of the model.
+    """
+
+    documents: int
+    length: int
+    max_gib: float
+    kept: Callable[[int], list[Kept]]
+    head_parts: int = 3
+    shape: LlamaShape = LLAMA_3_1_8B
+
+
+def on_host(layers: int) -> list[Kept]:
+    return [Kept(on_host=True)] * layers
+
+
+def inputs_on_host(layers: int) -> list[Kept]:
+    return [Kept(attention=False, on_host=True)] * layers
+
+
+def everything(layers: int) -> list[Kept]:
+    return [Kept(gate_up=True)] * layers
+
+
+def last_gate_up(count: int) -> Callable[[int], list[Kept]]:
+    return lambda layers: [Kept(gate_up=layer >= layers - count) for layer in range(layers)]
+
+
+def last_weights(count: int) -> Callable[[int], list[Kept]]:
+    return lambda layers: [Kept(gate_up=True, weights=layer >= layers - count) for layer in range(layers)]
+
+
+SETTINGS = {
+    "4x2048_8gib": Setting(4, 2048, 7.8, on_host),
+    "4x2048_24gib": Setting(4, 2048, 24, last_gate_up(19)),
+    "4x2048_36gib": Setting(4, 2048, 36, last_weights(12), head_parts=1),
+    "1x2048_6gib": Setting(1, 2048, 6.3, on_host),
+    "1x2048_13gib": Setting(1, 2048, 13.3, everything, head_parts=1),
+    "1x8192_8gib": Setting(1, 8192, 7.8, on_host),
+    "1x80k_24gib": Setting(1, 80 * 1024, 24, inputs_on_host),
+    "1x2048_70b": Setting(1, 2048, 40, on_host, shape=LLAMA_3_3_70B),
 }
 
 
-def autograd_loss(step: LlamaStep, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and gradient of the masters by torch's autograd, float64, from whole dequantised weights."""
-    shape = step.shape
-    master = step.master.detach().double().requires_grad_()
-    position = {"a": 0, "b": step.num_a}
-
-    def take(kind: str, like: torch.Tensor) -> torch.Tensor:
-        flat = master[position[kind] : position[kind] + like.numel()]
-        position[kind] += like.numel()
-        return flat.view(like.shape)
-
-    def norm(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(h, (shape.embedding_length,), weight.double(), shape.eps)
-
-    def heads(flat: torch.Tensor) -> torch.Tensor:
-        return flat.unflatten(1, (-1, shape.head_size))
-
-    h = reference.dequantize(step.token_embd, "Q4_K", dtype=torch.float64)[tokens]
-    for groups, norms in zip(step.layers, step.norms, strict=True):
-        pairs = {group: (take("a", groups[group].lora_a), take("b", groups[group].lora_b)) for group in GROUPS}
-
-        def apply(x: torch.Tensor, group: str, groups: dict = groups, pairs: dict = pairs) -> list[torch.Tensor]:
-            linears, (a, b) = groups[group], pairs[group]
-            outputs = []
-            for i, (blocks, type, b_i) in enumerate(
-                zip(linears.blocks, linears.types, b.split(linears.row_counts), strict=True)
-            ):
-                weight = reference.dequantize(blocks, type, dtype=torch.float64)
-                a_i = a[i * linears.rank : (i + 1) * linears.rank]
-                outputs.append(x @ weight.t() + step.scale * (x @ a_i.t()) @ b_i.t())
-            return outputs
-
-        q, k, v = (heads(flat) for flat in apply(norm(h, norms[0]), "qkv"))
-        q, k = (rope_forward(part, step.cos, step.sin, is_neox=False) for part in (q, k))
-        attention = F.scaled_dot_product_attention(
-            *(step.batched(part) for part in (q, k, v)), is_causal=True, enable_gqa=True
-        )
-        h = h + apply(attention.transpose(1, 2).reshape(h.shape), "o")[0]
-        gate, up = apply(norm(h, norms[1]), "gate_up")
-        h = h + apply(F.silu(gate) * up, "down")[0]
-    logits = norm(h, step.output_norm) @ reference.dequantize(step.output, "Q6_K", dtype=torch.float64).t()
-    loss = F.cross_entropy(logits, targets)
-    return loss.detach(), torch.autograd.grad(loss, master)[0]
+def check_small_model(device: torch.device) -> tuple[float, float]:
+    """Relative difference of loss and of all adapter gradients: bfloat16 and fused against float32 and single
+    operations.
+    """
+    file = SyntheticFile(SMALL, device)
+    results = []
+    for dtype, compute in ((torch.bfloat16, "auto"), (torch.float32, "exact")):
+        model = Llama(file, device=device, dtype=dtype, compute=compute)  # type: ignore[arg-type]
+        adapter = attach(model, LoraConfig(r=4, lora_alpha=2), seed=0)
+        generator = torch.Generator(device).manual_seed(1)
+        for pair in adapter.pairs.values():
+            with torch.no_grad():
+                pair.lora_b.copy_(torch.randn(pair.lora_b.shape, device=device, generator=generator) * 0.05)
+        if dtype == torch.bfloat16:
+            model.kept = [Kept(), Kept(gate_up=True), Kept(on_host=True), Kept(on_host=True, weights=True)]
+        tokens = torch.randint(0, SMALL.vocabulary, (200,), generator=torch.Generator().manual_seed(2)).tolist()
+        batch = Batch.from_documents([(tokens[:120], tokens[:120]), (tokens[120:], tokens[120:])]).to(device)
+        loss_sum, _ = model.loss(batch)
+        loss_sum.backward()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in adapter.parameters()])
+        results.append((float(loss_sum), gradient.double()))
+    (loss, gradient), (exact_loss, exact_gradient) = results
+    return abs(loss / exact_loss - 1), float((gradient - exact_gradient).norm() / exact_gradient.norm())
 
 
-def difference_from_autograd(device: torch.device, dtype: torch.dtype, policy: Policy) -> tuple[float, float]:
-    """Relative difference of the loss and of the vector of all adapter gradients, on a small model."""
-    step = LlamaStep(
-        SMALL, batch_size=2, sequence_length=64, rank=4, scale=0.5, policy=policy, device=device, dtype=dtype
-    )
-    tokens, targets = torch.randint(
-        0, SMALL.vocabulary, (2, 128), device=device, generator=torch.Generator(device).manual_seed(1)
-    )
-    # twice: a second step must not depend on what the first left in the buffers
-    step.forward_backward(tokens, targets)
-    loss = step.forward_backward(tokens, targets)
-    expected, expected_gradient = autograd_loss(step, tokens, targets)
-    gradient = step.master.grad
-    assert gradient is not None
-    return (
-        ((loss - expected) / expected).abs().item(),
-        ((gradient - expected_gradient).norm() / expected_gradient.norm()).item(),
-    )
+def make_batch(setting: Setting, seed: int) -> Batch:
+    """Random tokens, every one with a target."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = setting.documents * setting.length
+    tokens_T, targets_T = torch.randint(0, setting.shape.vocabulary, (2, num_tokens), generator=generator)
+    bounds = torch.arange(0, num_tokens + 1, setting.length, dtype=torch.int32)
+    positions_T = torch.arange(setting.length).repeat(setting.documents)
+    return Batch(tokens_T, positions_T, targets_T, bounds)
 
 
-def measure(name: str, *, layers: int, repeats: int, seed: int = 0) -> dict[str, object]:
+def measure(name: str, *, layers: int | None, repeats: int, profile: Path | None) -> dict[str, object]:
     """Median step time, tokens per second and peak memory of one setting."""
-    batch_size, sequence_length, policy, is_graph = SETTINGS[name]
-    shape = LLAMA_3_1_8B if layers == 32 else Shape(layers, 4096, 14336, 32, 8, 128, 128256)
+    setting, device = SETTINGS[name], torch.device("cuda")
+    shape = setting.shape if layers is None else replace(setting.shape, block_count=layers)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    step = LlamaStep(
-        shape,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        rank=16,
-        scale=1.0,
-        policy=policy,
-        device=torch.device("cuda"),
-        dtype=torch.bfloat16,
-        seed=seed,
-    )
-    optimizer = torch.optim.AdamW([step.master], lr=1e-4, fused=True, capturable=is_graph)
-    num_tokens = batch_size * sequence_length
-    generator = torch.Generator("cuda").manual_seed(seed)
-    batches = torch.randint(0, shape.vocabulary, (repeats + 3, 2, num_tokens), device="cuda", generator=generator)
-    tokens, targets = torch.empty_like(batches[0])
+    rows = -(-shape.vocabulary // setting.head_parts)
+    workspace.set_limit_bytes(2 * shape.embedding_length * rows, "cuda")
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, setting.max_gib * GIB / total), device)
+    file = SyntheticFile(shape, device)
+    model = Llama(file, device=device)  # type: ignore[arg-type]
+    adapter = attach(model, LoraConfig(r=16, lora_alpha=16), seed=0)
+    model.train()
+    model.kept = setting.kept(shape.block_count)
+    parameters = {str(index): parameter for index, parameter in enumerate(adapter.parameters())}
+    config = TrainConfig(model="synthetic.gguf", data=("none",), output="none.gguf")
+    optimizer = Optimizer(parameters, config)
+    batches = [make_batch(setting, seed).to(device) for seed in range(repeats + 2)]
     torch.cuda.synchronize()
     loaded = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
 
-    def run() -> torch.Tensor:
-        return step.step(tokens, targets, optimizer)
-
-    tokens.copy_(batches[0, 0])
-    targets.copy_(batches[0, 1])
-    losses = [run().item()]
-    if is_graph:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        with torch.cuda.graph(graph):
-            loss = run()
-
-        def run() -> torch.Tensor:
-            graph.replay()
-            return loss
-
-    times = []
-    for tokens_targets in batches[1:]:
-        tokens.copy_(tokens_targets[0])
-        targets.copy_(tokens_targets[1])
-        torch.cuda.synchronize()
+    def step(batch: Batch) -> float:
         start = time.perf_counter()
-        losses.append(run().item())
-        times.append(time.perf_counter() - start)
-    seconds = statistics.median(times[2:])
+        optimizer.step(model, [batch], learning_rate=1e-4, seeds=[0])
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    times = [step(batch) for batch in batches][2:]
+    if profile is not None:
+        with torch.profiler.profile() as profiler:
+            step(batches[0])
+        table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=60)
+        (profile / f"{name}.txt").write_text(table)
+    seconds = statistics.median(times)
+    num_tokens = setting.documents * setting.length
+    ordered = sorted(times)
     return {
         "benchmark": "training",
         "setting": name,
-        "layers": layers,
+        "model": shape.name,
+        "layers": shape.block_count,
         "tokens_per_step": num_tokens,
-        "policy": vars(policy),
-        "cuda_graph": is_graph,
         "step_ms": round(seconds * 1e3, 1),
-        "p20_ms": round(sorted(times[2:])[len(times[2:]) // 5] * 1e3, 1),
-        "p80_ms": round(sorted(times[2:])[len(times[2:]) * 4 // 5] * 1e3, 1),
+        "p20_ms": round(ordered[len(times) // 5] * 1e3, 1),
+        "p80_ms": round(ordered[len(times) * 4 // 5] * 1e3, 1),
         "tokens_per_s": round(num_tokens / seconds),
-        "weights_gib": round(step.num_weight_bytes() / 2**30, 2),
-        "before_step_gib": round(loaded / 2**30, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "loss": round(losses[-1], 4),
+        "weights_gib": round(file.file_bytes / GIB, 2),
+        "before_step_gib": round(loaded / GIB, 2),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
+        "cap_gib": setting.max_gib,
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", default=",".join(SETTINGS), help="comma-separated names, see SETTINGS")
-    parser.add_argument("--layers", type=int, default=32, help="fewer make a quick look")
+    parser.add_argument("--layers", type=int, help="fewer make a quick look")
     parser.add_argument("--repeats", type=int, default=8, help="timed steps")
     parser.add_argument("--output", type=Path, help="jsonl file to append to")
+    parser.add_argument("--profile", type=Path, help="folder for a table of kernels, one file for each setting")
     args = parser.parse_args()
 
-    for policy in (
-        Policy(4, 4, True, 128, 600),
-        Policy(2, 0, False, 50, 200),
-        Policy(2, 1, True, 128, 600, kept_weights=2),
-    ):
-        loss, gradient = difference_from_autograd(torch.device("cuda"), torch.bfloat16, policy)
-        line = {"benchmark": "training_check", "policy": vars(policy), "loss_error": loss, "gradient_error": gradient}
-        append_line(args.output, line | environment())
-        if not (loss < 2e-3 and gradient < 3e-2):
-            return 1
+    loss, gradient = check_small_model(torch.device("cuda"))
+    append_line(
+        args.output,
+        {"benchmark": "training_check", "loss_error": loss, "gradient_error": gradient} | environment(),
+    )
+    if not (loss < 2e-3 and gradient < 3e-2):
+        return 1
     for name in args.settings.split(","):
-        append_line(args.output, measure(name, layers=args.layers, repeats=args.repeats) | environment())
+        try:
+            line = measure(name, layers=args.layers, repeats=args.repeats, profile=args.profile)
+        except torch.OutOfMemoryError as error:
+            line = {"benchmark": "training", "setting": name, "failed": str(error).splitlines()[0]}
+        append_line(args.output, line | environment())
     return 0
 
 

@@ -8,9 +8,9 @@ product does both. For linears that share x (q, k and v; gate and up) with weigh
             [ A    .   ]  P rows           dy s B = dy E[:N, K:]
               K     P  columns             dx     = [dy | dy s B] E[:, :K]
 
-B* is block diagonal, one block of R columns per linear; P >= the sum of ranks is padded with zeros so that rows of E
-start at 128-byte borders (H200: K + 64 columns cost 0-2 % over K, K + 16 up to 4 %). The bottom right corner is never
-read.
+B* is block diagonal, one block of columns per linear, as wide as its rank (0 for a linear without a pair); P >= the
+sum of ranks is padded with zeros so that rows of E start at 128-byte borders (H200: K + 64 columns cost 0-2 % over K,
+K + 16 up to 4 %). The bottom right corner is never read.
 
 Gradients, s dy B =: dyb [T, R], xa = x Aᵀ [T, R] saved by forward, B A never formed:
 
@@ -19,24 +19,39 @@ Gradients, s dy B =: dyb [T, R], xa = x Aᵀ [T, R] saved by forward, B A never 
 Products of bfloat16 accumulate in float32; dA and dB leave in float32, as the adapters' masters are.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
+
+MAX_LINEARS = 3
+"""Linears that one extended weight holds: q, k and v."""
+
+Pair = tuple[torch.Tensor, torch.Tensor, float]
+"""lora_a [R, K], lora_b [N, R], s."""
 
 
 @triton.jit
 def lora_extend_kernel(
     p_extended,
-    p_a,
-    p_b,
+    p_a0,
+    p_a1,
+    p_a2,
+    p_b0,
+    p_b1,
+    p_b2,
     extended_stride,
     N,
     K,
-    second_row,
-    third_row,
-    scale,
-    num_pairs,
-    R: tl.constexpr,
+    row1,
+    row2,
+    rank0,
+    rank1,
+    rank2,
+    scale0,
+    scale1,
+    scale2,
     P: tl.constexpr,
     BK: tl.constexpr,
     BN: tl.constexpr,
@@ -44,72 +59,79 @@ def lora_extend_kernel(
 ):
     # the two branches keep to names of their own: Triton wants one shape per name
     if tl.program_id(0) < NUM_A_PROGRAMS:
-        # bottom rows: A, then zeros
+        # bottom rows: one A after the other, then zeros
         o_row = tl.arange(0, P)[:, None]
         o_k = tl.program_id(0) * BK + tl.arange(0, BK)[None, :]
-        b_a = tl.load(p_a + o_row.to(tl.int64) * K + o_k, mask=(o_row < num_pairs * R) & (o_k < K), other=0.0)
-        tl.store(
-            p_extended + (N + o_row).to(tl.int64) * extended_stride + o_k,
-            b_a.to(p_extended.dtype.element_ty),
-            mask=o_k < K,
-        )
+        o_1 = o_row - rank0
+        o_2 = o_1 - rank1
+        m_k = o_k < K
+        b_a = tl.load(p_a0 + o_row.to(tl.int64) * K + o_k, mask=m_k & (o_row < rank0), other=0.0).to(tl.float32)
+        b_a += tl.load(p_a1 + o_1.to(tl.int64) * K + o_k, mask=m_k & (o_1 >= 0) & (o_1 < rank1), other=0.0)
+        b_a += tl.load(p_a2 + o_2.to(tl.int64) * K + o_k, mask=m_k & (o_2 >= 0) & (o_2 < rank2), other=0.0)
+        p_bottom = p_extended + (N + o_row).to(tl.int64) * extended_stride + o_k
+        tl.store(p_bottom, b_a.to(p_extended.dtype.element_ty), mask=m_k)
     else:
-        # right columns: s B on the diagonal of pairs, zeros elsewhere
+        # right columns: s B of each pair on the diagonal, zeros elsewhere
         o_n = (tl.program_id(0) - NUM_A_PROGRAMS) * BN + tl.arange(0, BN)[:, None]
-        o_column = tl.arange(0, P)[None, :]
-        pair = (o_n >= second_row).to(tl.int32) + (o_n >= third_row).to(tl.int32)
-        m_b = (o_n < N) & (o_column // R == pair)
-        b_b = tl.load(p_b + o_n.to(tl.int64) * R + o_column % R, mask=m_b, other=0.0).to(tl.float32) * scale
-        p_right = p_extended + o_n.to(tl.int64) * extended_stride + K + o_column
+        o_c = tl.arange(0, P)[None, :]
+        o_c1 = o_c - rank0
+        o_c2 = o_c1 - rank1
+        m_0 = (o_n < row1) & (o_c < rank0)
+        m_1 = (o_n >= row1) & (o_n < row2) & (o_c1 >= 0) & (o_c1 < rank1)
+        m_2 = (o_n >= row2) & (o_n < N) & (o_c2 >= 0) & (o_c2 < rank2)
+        b_b = tl.load(p_b0 + o_n.to(tl.int64) * rank0 + o_c, mask=m_0, other=0.0).to(tl.float32) * scale0
+        b_b += tl.load(p_b1 + (o_n - row1).to(tl.int64) * rank1 + o_c1, mask=m_1, other=0.0).to(tl.float32) * scale1
+        b_b += tl.load(p_b2 + (o_n - row2).to(tl.int64) * rank2 + o_c2, mask=m_2, other=0.0).to(tl.float32) * scale2
+        p_right = p_extended + o_n.to(tl.int64) * extended_stride + K + o_c
         tl.store(p_right, b_b.to(p_extended.dtype.element_ty), mask=o_n < N)
 
 
-def lora_extend_(
-    extended: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, *, row_counts: tuple[int, ...], scale: float
-) -> None:
+def lora_extend_(extended: torch.Tensor, pairs: Sequence[Pair | None], *, row_counts: Sequence[int]) -> None:
     """Write A and s B* around the weights in `extended` (E above); the weights themselves are left alone.
 
     Args:
-        extended: [N + P, K + P], columns side by side, P a power of two of at least R times the number of linears.
-        lora_a: [R * number of linears, K], contiguous, one linear's A after the other.
-        lora_b: [N, R], contiguous, one linear's B after the other.
-        row_counts: rows of each linear, at most three; their sum is N.
-        scale: s = alpha / R.
+        extended: [N + P, K + P], columns side by side, P a power of two of at least the sum of ranks.
+        pairs: of each linear, at most three: (lora_a [R, K], lora_b [rows, R], s = alpha / R), contiguous, any float
+            dtype; None for a linear without one.
+        row_counts: rows of each linear; their sum is N.
     """
-    num_rows, rank = lora_b.shape
-    width = lora_a.shape[1]
-    padded = extended.shape[1] - width
-    if len(row_counts) > 3 or sum(row_counts) != num_rows or lora_a.shape[0] != rank * len(row_counts):
+    num_rows = sum(row_counts)
+    padded = extended.shape[0] - num_rows
+    width = extended.shape[1] - padded
+    ranks = [0 if pair is None else pair[0].shape[0] for pair in pairs]
+    if len(pairs) != len(row_counts) or not 1 <= len(pairs) <= MAX_LINEARS:
+        raise ValueError(f"{len(pairs)} pairs for {len(row_counts)} linears; needed: one each, at most {MAX_LINEARS}.")
+    for pair, count, rank in zip(pairs, row_counts, ranks, strict=True):
+        if pair is not None and (pair[0].shape != (rank, width) or pair[1].shape != (count, rank)):
+            raise ValueError(
+                f"lora_a is {list(pair[0].shape)} and lora_b {list(pair[1].shape)}; "
+                f"needed: [R, {width}] and [{count}, R]."
+            )
+        if pair is not None and not (pair[0].is_contiguous() and pair[1].is_contiguous()):
+            raise ValueError("lora_a or lora_b has gaps between its rows; needed: contiguous tensors.")
+    if padded < max(1, sum(ranks)) or padded & (padded - 1) or width < 1 or extended.stride(1) != 1:
         raise ValueError(
-            f"lora_a is {list(lora_a.shape)} and lora_b {list(lora_b.shape)} for linears of {row_counts} rows; "
-            f"needed: one A of {rank} rows for each of at most three linears, and B rows that add up."
+            f"extended is {list(extended.shape)} for {num_rows} rows; needed: [{num_rows} + P, K + P], "
+            f"P a power of two and at least {sum(ranks)}."
         )
-    if (
-        extended.shape[0] != num_rows + padded
-        or padded < lora_a.shape[0]
-        or padded & (padded - 1)
-        or extended.stride(1) != 1
-    ):
-        raise ValueError(
-            f"extended is {list(extended.shape)}; needed: [{num_rows} + P, {width} + P], "
-            f"P a power of two and at least {lora_a.shape[0]}."
-        )
-    if not (lora_a.is_contiguous() and lora_b.is_contiguous()):
-        raise ValueError("lora_a or lora_b has gaps between its rows; needed: contiguous tensors.")
-    starts = [sum(row_counts[:i]) for i in range(1, len(row_counts))] + [num_rows, num_rows]
+    missing = MAX_LINEARS - len(pairs)
+    lora_a = [extended if pair is None else pair[0] for pair in pairs] + [extended] * missing
+    lora_b = [extended if pair is None else pair[1] for pair in pairs] + [extended] * missing
+    scales = [0.0 if pair is None else pair[2] for pair in pairs] + [0.0] * missing
+    starts = [sum(row_counts[:i]) for i in range(1, len(row_counts))] + [num_rows] * missing
     num_a_programs = triton.cdiv(width, EXTEND_COLUMNS)
     lora_extend_kernel[(num_a_programs + triton.cdiv(num_rows, EXTEND_ROWS),)](
         extended,
-        lora_a,
-        lora_b,
+        *lora_a,
+        *lora_b,
         extended.stride(0),
         num_rows,
         width,
         starts[0],
         starts[1],
-        scale,
-        len(row_counts),
-        R=rank,
+        *ranks,
+        *[0] * missing,
+        *scales,
         P=padded,
         BK=EXTEND_COLUMNS,
         BN=EXTEND_ROWS,

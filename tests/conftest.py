@@ -9,6 +9,19 @@ import torch
 
 from pyggtrain.gguf import DeferredTensor, GGUFFile, QuantTensor, quantize_tensor, typed_metadata, write_gguf
 
+if not torch.cuda.is_available():
+    # read when a kernel is defined, that is at its module's import, so before any test module runs
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU with the interpreter, or the GPU; whichever this machine does not have is skipped."""
+    pytest.importorskip("triton", reason="Triton has no build for this platform")
+    if (request.param == "cuda") != torch.cuda.is_available():
+        pytest.skip("needs a GPU" if request.param == "cuda" else "kernels are compiled where there is a GPU")
+    return torch.device("cuda" if request.param == "cuda" else "cpu")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _outside_the_source(tmp_path_factory: pytest.TempPathFactory) -> None:

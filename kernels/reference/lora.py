@@ -1,23 +1,30 @@
 """Low-rank adapters in float64. Same names and results as `pyggtrain.kernels.lora`."""
 
+from collections.abc import Sequence
+
 import torch
 
 
 def lora_extend_(
-    extended: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, *, row_counts: tuple[int, ...], scale: float
+    extended: torch.Tensor,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None],
+    *,
+    row_counts: Sequence[int],
 ) -> None:
     """A below and s B* to the right of the weights."""
-    num_rows, rank = lora_b.shape
-    width = lora_a.shape[1]
+    num_rows = sum(row_counts)
+    width = extended.shape[1] - (extended.shape[0] - num_rows)
     extended[:num_rows, width:] = 0
     extended[num_rows:, :width] = 0
-    extended[num_rows : num_rows + lora_a.shape[0], :width] = lora_a
-    first = 0
-    for i, count in enumerate(row_counts):
-        extended[first : first + count, width + i * rank : width + (i + 1) * rank] = (
-            lora_b[first : first + count] * scale
-        )
-        first += count
+    row = column = 0
+    for pair, count in zip(pairs, row_counts, strict=True):
+        if pair is not None:
+            lora_a, lora_b, scale = pair
+            rank = lora_a.shape[0]
+            extended[num_rows + column : num_rows + column + rank, :width] = lora_a
+            extended[row : row + count, width + column : width + column + rank] = lora_b * scale
+            column += rank
+        row += count
 
 
 def lora_backward(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,11 @@ from pyggtrain import _bridge
 from pyggtrain.errors import GGUFError
 from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.gguf.split import check_parts, part_paths
+from pyggtrain.gguf.upload import release, upload
 
 if TYPE_CHECKING:
+    import torch
+
     from pyggtrain._bridge import MappedGGUF, MetadataValue, TensorInfo
 
 
@@ -101,6 +105,19 @@ class GGUFFile:
             for part in self._parts
             for index, info in enumerate(part.tensors)
         }
+
+    def place(self, name: str, device: "torch.device | str") -> QuantTensor:
+        """A tensor where a model shall compute: on the CPU the view of the mapping; on a GPU a copy of its blocks,
+        uploaded once, while the host's pages of it are given back.
+        """
+        import torch
+
+        tensor = self.tensors[name]
+        if torch.device(device).type == "cpu":
+            return tensor
+        placed = replace(tensor, blocks=upload(tensor.blocks, device))
+        release(tensor.blocks)
+        return placed
 
     @property
     def architecture(self) -> str:

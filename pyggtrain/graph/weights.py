@@ -75,7 +75,7 @@ class Weights:
         self.modules: dict[str, FrozenTensor | QuantLinear] = {}
 
     def tensor(self, name: str) -> QuantTensor:
-        return self._file.tensors[name].to(self._device)
+        return self._file.place(name, self._device)
 
     def take_frozen(self, name: str) -> FrozenTensor:
         """The module of a tensor that is not trained."""

@@ -24,6 +24,7 @@ def load(
     *,
     implementation: str = "auto",
     device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
     compute: str = "auto",
     num_ctx: int | None = None,
 ) -> Model:
@@ -37,6 +38,7 @@ def load(
         implementation: "native" (hand-written), "graph" (imported from llama.cpp), or "auto": native where there is one
             and it knows all that the file asks for, else graph.
         device: where to compute.
+        dtype: of activations; None: `nn.activation_dtype(device)`. An imported model computes in float32.
         compute: "auto", "exact" or "ggml", see `ops.quant_linear`.
         num_ctx: context that the adapter will be served with; matters to longrope files only. None: the file's own
             `context_length`.
@@ -58,7 +60,7 @@ def load(
                     f"{file.path} has general.architecture '{file.architecture}', which has no hand-written model: "
                     f"there are {', '.join(sorted(ARCHITECTURES))}."
                 )
-            return native(file, device=device, compute=compute, num_ctx=num_ctx)
+            return native(file, device=device, dtype=dtype, compute=compute, num_ctx=num_ctx)
         except UnsupportedError as error:
             if implementation == "native":
                 raise

@@ -25,14 +25,20 @@ from pyggtrain.models.reader import Keys, Tensors
 from pyggtrain.nn import (
     Batch,
     Embedding,
+    FusedLayer,
+    FusedLayers,
     Model,
     QuantLinear,
     RMSNorm,
     RopeSettings,
+    RopeTableCache,
     YarnSettings,
+    activation_dtype,
+    kept_by,
     run_layer,
     why_untrainable,
 )
+from pyggtrain.ops.fused import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -200,13 +206,33 @@ class Block(nn.Module):
         self.ffn_up = linear("ffn_up", width, num_ff)
         self.ffn_down = linear("ffn_down", num_ff, width)
 
-    def forward(self, x_TD: torch.Tensor, tables: ops.RopeTables, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        x_TD = x_TD + self._attention(self.attn_norm(x_TD), tables, cu_seqlens)
+    def fused(self) -> FusedLayer:
+        """The same layer for a GPU."""
+        return FusedLayer(
+            self.attn_norm,
+            (self.attn_qkv,) if self.has_fused_qkv else (self.attn_q, self.attn_k, self.attn_v),
+            self.attn_output,
+            self.ffn_norm,
+            self.ffn_gate,
+            self.ffn_up,
+            self.ffn_down,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_width,
+            self.softmax_scale,
+        )
+
+    def forward(
+        self, x_TD: torch.Tensor, tables: ops.RopeTables, documents: ops.Documents, kept: Kept | None = None
+    ) -> torch.Tensor:
+        if kept is not None:
+            return self.fused()(x_TD, tables, documents, kept)
+        x_TD = x_TD + self._attention(self.attn_norm(x_TD), tables, documents)
         y_TD = self.ffn_norm(x_TD)
         output_TD: torch.Tensor = self.ffn_down(ops.swiglu(self.ffn_gate(y_TD), self.ffn_up(y_TD)), residual_TN=x_TD)
         return output_TD
 
-    def _attention(self, y_TD: torch.Tensor, tables: ops.RopeTables, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    def _attention(self, y_TD: torch.Tensor, tables: ops.RopeTables, documents: ops.Documents) -> torch.Tensor:
         if self.has_fused_qkv:
             qkv = self.attn_qkv(y_TD).unflatten(1, (self.num_heads + 2 * self.num_kv_heads, self.head_width))
             q_THK, k_TNK, v_TNK = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -215,7 +241,7 @@ class Block(nn.Module):
                 linear(y_TD).unflatten(1, (-1, self.head_width)) for linear in (self.attn_q, self.attn_k, self.attn_v)
             )
         o_THK = ops.attention(
-            ops.rope(q_THK, tables), ops.rope(k_TNK, tables), v_TNK, cu_seqlens, softmax_scale=self.softmax_scale
+            ops.rope(q_THK, tables), ops.rope(k_TNK, tables), v_TNK, documents, softmax_scale=self.softmax_scale
         )
         output_TD: torch.Tensor = self.attn_output(o_THK.flatten(1))
         return output_TD
@@ -227,6 +253,7 @@ class Llama(Model):
     Args:
         file: opened GGUF file.
         device: where to compute.
+        dtype: of activations; None: `nn.activation_dtype(device)`.
         compute: how products with quantised weights are computed, see `ops.quant_linear`.
         num_ctx: context that llama.cpp will serve with; only longrope files depend on it. None: the file's
             `context_length`, which is llama-server's default.
@@ -237,7 +264,13 @@ class Llama(Model):
     """
 
     def __init__(
-        self, file: GGUFFile, *, device: torch.device | str = "cpu", compute: str = "auto", num_ctx: int | None = None
+        self,
+        file: GGUFFile,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        compute: str = "auto",
+        num_ctx: int | None = None,
     ) -> None:
         super().__init__(file.architecture)
         config = Config.read(file)
@@ -245,8 +278,10 @@ class Llama(Model):
         self.config = config
         self.compute = compute
         # llama.cpp rounds its context up to a multiple of 256.
-        self.rope_settings = _rope_settings(config, tensors, -(-(num_ctx or config.context_length) // 256) * 256)
-        self.token_embd = Embedding(tensors.take("token_embd.weight", (None, config.embedding_length)))
+        self.rope = RopeTableCache(_rope_settings(config, tensors, -(-(num_ctx or config.context_length) // 256) * 256))
+        self.token_embd = Embedding(
+            tensors.take("token_embd.weight", (None, config.embedding_length)), dtype or activation_dtype(device)
+        )
         self.blk = nn.ModuleList(Block(config, tensors, index, compute) for index in range(config.block_count))
         self.output_norm = RMSNorm(
             tensors.take("output_norm.weight", (config.embedding_length,)), eps=config.attention_layer_norm_rms_epsilon
@@ -255,6 +290,7 @@ class Llama(Model):
         self.output = None if head is None else QuantLinear(head, compute=compute)
         self.head_is_tied = head is None
         tensors.check_rest()
+        self._fused = FusedLayers(list(self.blk))
         self.linears = {module.gguf_name: module for module in self.modules() if isinstance(module, QuantLinear)}
         self.untrainable = {
             name: why_untrainable(name, head_is_tied=self.head_is_tied)
@@ -267,20 +303,26 @@ class Llama(Model):
         return list(self.blk)
 
     def hidden(self, batch: Batch) -> torch.Tensor:
-        """The head's input, float32 [T, D]."""
+        """The head's input, [T, D]."""
         x_TD = self.token_embd(batch.tokens_T)
-        tables = self.rope_settings.tables(batch.positions_T)
-        for layer in self.blk:
-            x_TD = run_layer(layer, x_TD, tables, batch.cu_seqlens, policy=self.checkpoint_policy)
+        tables = self.rope.tables(batch)
+        documents = ops.Documents(batch.cu_seqlens)
+        if self._fused.can_fuse(x_TD):
+            x_TD = self._fused(x_TD, tables, documents, self.kept or kept_by(self.checkpoint_policy, len(self.blk)))
+        else:
+            for layer in self.blk:
+                x_TD = run_layer(layer, x_TD, tables, documents, policy=self.checkpoint_policy)
         normed_TD: torch.Tensor = self.output_norm(x_TD)
         return normed_TD
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
-        x_TD = self.hidden(batch)
+        x_TD, targets_T = self.hidden(batch), batch.targets_T
+        if batch.num_targets < batch.num_tokens:
+            x_TD, targets_T = x_TD.index_select(0, batch.supervised), targets_T.index_select(0, batch.supervised)
         if self.output is not None:
-            return self.output.cross_entropy(x_TD, batch.targets_T, chunk=self.loss_chunk)
+            return self.output.cross_entropy(x_TD, targets_T, chunk=self.loss_chunk)
         return ops.linear_cross_entropy(
-            x_TD, self.token_embd.quant, batch.targets_T, chunk=self.loss_chunk, compute=self.compute
+            x_TD, self.token_embd.quant, targets_T, chunk=self.loss_chunk, compute=self.compute
         )
 
     def logits(self, batch: Batch) -> torch.Tensor:

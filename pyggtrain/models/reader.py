@@ -172,7 +172,7 @@ class Tensors:
                 "The file is inconsistent."
             )
         self._taken.add(name)
-        return tensor.to(self._device)
+        return self._file.place(name, self._device)
 
     def check_rest(self) -> None:
         """Account for every tensor that nobody took.

@@ -1,23 +1,30 @@
 """torch modules shared by models: they hold a file's tensors and call `pyggtrain.ops`."""
 
 from pyggtrain.nn.batch import Batch
-from pyggtrain.nn.checkpointing import POLICIES, run_layer
+from pyggtrain.nn.checkpointing import GPU_POLICIES, POLICIES, kept_by, run_layer
 from pyggtrain.nn.embedding import Embedding
-from pyggtrain.nn.model import Model, why_untrainable
+from pyggtrain.nn.fused_layer import FusedLayer, FusedLayers
+from pyggtrain.nn.model import Model, activation_dtype, why_untrainable
 from pyggtrain.nn.quant_linear import LoraPair, QuantLinear
 from pyggtrain.nn.rms_norm import RMSNorm
-from pyggtrain.nn.rope import RopeSettings, YarnSettings
+from pyggtrain.nn.rope import RopeSettings, RopeTableCache, YarnSettings
 
 __all__ = [
+    "GPU_POLICIES",
     "POLICIES",
     "Batch",
     "Embedding",
+    "FusedLayer",
+    "FusedLayers",
     "LoraPair",
     "Model",
     "QuantLinear",
     "RMSNorm",
     "RopeSettings",
+    "RopeTableCache",
     "YarnSettings",
+    "activation_dtype",
+    "kept_by",
     "run_layer",
     "why_untrainable",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -17,7 +18,8 @@ class Batch:
         tokens_T: int64 [T].
         positions_T: int64 [T], counted from 0 in each document.
         targets_T: int64 [T]; targets_T[t] is the token to predict after position t, -100 where nothing is learnt.
-        cu_seqlens: int32 [B + 1]; document b is tokens cu_seqlens[b] to cu_seqlens[b + 1].
+        cu_seqlens: int32 [B + 1]; document b is tokens cu_seqlens[b] to cu_seqlens[b + 1]. Always on the host: what is
+            launched depends on it.
     """
 
     tokens_T: torch.Tensor
@@ -70,10 +72,26 @@ class Batch:
         return self.cu_seqlens.shape[0] - 1
 
     @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document."""
+        return int(self.cu_seqlens.diff().max())
+
+    @cached_property
+    def supervised(self) -> torch.Tensor:
+        """Positions that have a target, int64 [number of targets]."""
+        return (self.targets_T != IGNORED).nonzero().squeeze(1)
+
+    @property
     def num_targets(self) -> int:
         """Tokens that the loss is summed over."""
-        return int((self.targets_T != IGNORED).sum())
+        return self.supervised.shape[0]
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on `device`."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+        """The same batch on `device`, without waiting for the device later: what has a size is counted before."""
+        if self.tokens_T.device == torch.device(device):
+            return self
+        supervised = self.supervised
+        names = ("tokens_T", "positions_T", "targets_T")
+        moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        moved.__dict__["supervised"] = supervised.to(device, non_blocking=True)
+        return moved

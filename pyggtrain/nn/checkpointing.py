@@ -7,7 +7,10 @@
   product with a residual inside (`ops.quant_linear`, `residual_TN`) has its output kept, which is the next layer's
   input and costs nothing. A third more time, a fourteenth of the memory.
 
-A model knows only `run_layer`.
+* "offload": nothing is left on a GPU but the layer at work; what is expensive to compute again waits in pinned host
+  memory (`nn.host_stash`).
+
+A model knows only `run_layer`, and on a GPU `FusedLayers` (`nn.fused_layer`), which asks `kept_by`.
 """
 
 from collections.abc import Callable
@@ -17,7 +20,17 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from pyggtrain.ops.fused import Kept
+
 POLICIES = ("none", "matmuls", "layers")
+GPU_POLICIES = (*POLICIES, "offload")
+
+_KEPT = {
+    "none": Kept(gate_up=True),
+    "matmuls": Kept(),
+    "layers": Kept(attention=False),
+    "offload": Kept(on_host=True),
+}
 
 # Position of `residual_TN` among the arguments.
 _RESIDUAL = {torch.ops.pyggtrain.quant_linear.default: 5, torch.ops.pyggtrain.lora_linear.default: 9}
@@ -43,6 +56,20 @@ _CONTEXTS = {
     "matmuls": partial(create_selective_checkpoint_contexts, _keep_matmuls),
     "layers": partial(create_selective_checkpoint_contexts, _keep_layer_output),
 }
+
+
+def kept_by(policy: str, num_layers: int) -> list[Kept]:
+    """What each fused layer keeps under a policy, first layer first.
+
+    The matrix products of a fused layer's feed-forward half are the largest activations by far, so "matmuls" keeps
+    there those of attention only, and "layers" keeps the inputs of both halves.
+
+    Raises:
+        ValueError: no such policy.
+    """
+    if policy not in _KEPT:
+        raise ValueError(f"checkpoint policy {policy!r}: needed one of {', '.join(GPU_POLICIES)}")
+    return [_KEPT[policy]] * num_layers
 
 
 def run_layer(layer: Callable[..., torch.Tensor], *inputs: Any, policy: str) -> torch.Tensor:

@@ -12,12 +12,14 @@ class Embedding(nn.Module):
 
     Args:
         weight: the quantised tensor; its blocks become the buffer `weight`.
+        dtype: of the result, and so of everything computed from it.
     """
 
     weight: torch.Tensor
 
-    def __init__(self, weight: QuantTensor) -> None:
+    def __init__(self, weight: QuantTensor, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.dtype = dtype
         self.gguf_name = weight.name
         self.quant_type = weight.type
         self.shape = weight.shape
@@ -29,8 +31,8 @@ class Embedding(nn.Module):
         return QuantTensor(name=self.gguf_name, type=self.quant_type, shape=self.shape, blocks=self.weight)
 
     def forward(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        """Tokens int64 [T] -> float32 [T, D]."""
-        return ops.embedding(tokens_T, self.quant)
+        """Tokens int64 [T] -> [T, D]."""
+        return ops.embedding(tokens_T, self.quant, dtype=self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.gguf_name}, {self.quant_type}, {tuple(self.shape)}"

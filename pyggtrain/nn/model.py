@@ -1,12 +1,14 @@
 """What training sees of a model, whatever its architecture."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from pyggtrain.nn.batch import Batch
 from pyggtrain.nn.quant_linear import QuantLinear
+from pyggtrain.ops.fused import Kept
 
 
 class Model(nn.Module, ABC):
@@ -19,6 +21,8 @@ class Model(nn.Module, ABC):
         untrainable: the file's other tensors by name, each with the reason why an adapter cannot train it.
         head_is_tied: the output head is the token embedding; no adapter can hold its change.
         checkpoint_policy: which activations are kept for backward, see `nn.checkpointing`.
+        kept: the same for each layer by itself, where the model runs fused on a GPU; None: what `checkpoint_policy`
+            means there.
         loss_chunk: tokens whose logits exist at the same time in `loss`; None: see
             `ops.linear_cross_entropy`.
     """
@@ -30,6 +34,7 @@ class Model(nn.Module, ABC):
         self.untrainable: dict[str, str] = {}
         self.head_is_tied = False
         self.checkpoint_policy = "none"
+        self.kept: Sequence[Kept] | None = None
         self.loss_chunk: int | None = None
 
     @property
@@ -47,6 +52,11 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def logits(self, batch: Batch) -> torch.Tensor:
         """float32 [T, V], one row per token of the batch."""
+
+
+def activation_dtype(device: torch.device | str) -> torch.dtype:
+    """What activations are computed in unless told otherwise: bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
 def why_untrainable(name: str, *, head_is_tied: bool) -> str:

@@ -28,9 +28,14 @@ class LoraPair(nn.Module):
     def rank(self) -> int:
         return self.lora_a.shape[0]
 
+    @property
+    def has_dropout(self) -> bool:
+        """Whether it hides anything now."""
+        return self.training and self.dropout > 0.0
+
     def draw_dropout(self, x: torch.Tensor) -> tuple[torch.Tensor | None, float]:
         """A mask for x (bool, True keeps; None outside training or without dropout) and the scale that goes with it."""
-        if not self.training or self.dropout == 0.0:
+        if not self.has_dropout:
             return None, self.scale
         keep = 1.0 - self.dropout
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(keep), self.scale / keep

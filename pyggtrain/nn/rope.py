@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pyggtrain.nn.batch import Batch
 from pyggtrain.ops.rope import Pairing, RopeTables
 
 
@@ -122,3 +123,28 @@ class RopeSettings:
             sin_TP=theta_TP.sin().float().mul_(magnitude).contiguous(),
             pairing=self.pairing,
         )
+
+
+class RopeTableCache:
+    """The tables of positions 0, 1, 2, ... made once on the host, kept where the model computes, and grown on demand.
+
+    Args:
+        settings: of the rotation.
+    """
+
+    def __init__(self, settings: RopeSettings) -> None:
+        self.settings = settings
+        self._tables: RopeTables | None = None
+
+    def tables(self, batch: Batch) -> RopeTables:
+        """cos θ and sin θ for each token of a batch, [T, n / 2]; the same numbers as `settings.tables`."""
+        longest, device = batch.longest_document, batch.tokens_T.device
+        known = self._tables
+        if known is None or known.cos_TP.shape[0] < longest or known.cos_TP.device != device:
+            positions = torch.arange(1 << (longest - 1).bit_length())
+            made = self.settings.tables(positions)
+            known = self._tables = RopeTables(made.cos_TP.to(device), made.sin_TP.to(device), made.pairing)
+        if batch.num_documents == 1:
+            return RopeTables(known.cos_TP[:longest], known.sin_TP[:longest], known.pairing)
+        cos_TP, sin_TP = (table.index_select(0, batch.positions_T) for table in (known.cos_TP, known.sin_TP))
+        return RopeTables(cos_TP, sin_TP, known.pairing)

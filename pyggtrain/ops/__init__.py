@@ -1,12 +1,12 @@
 """Differentiable operations on quantised weights: one file each, with the equation and the derivation of the gradient.
 
-Every operation is a `torch.library` custom op (attention is torch's own), so torch.compile, selective checkpointing and
-other devices find it through torch's dispatcher. Shape letters, here and in every file: T tokens, D model width, F
-feed-forward width, H query heads, N kv heads (or output rows of a weight), K head width (or input columns of a weight),
-V vocabulary, R rank, C chunk, P rotated pairs.
+Every operation is a `torch.library` custom op (attention is torch's own on a CPU), so torch.compile, selective
+checkpointing and other devices find it through torch's dispatcher; `fused` holds coarser ones for GPUs. Shape letters,
+here and in every file: T tokens, D model width, F feed-forward width, H query heads, N kv heads (or output rows of a
+weight), K head width (or input columns of a weight), V vocabulary, R rank, C chunk, P rotated pairs.
 """
 
-from pyggtrain.ops.attention import attention
+from pyggtrain.ops.attention import Documents, attention
 from pyggtrain.ops.dequantize import dequantize
 from pyggtrain.ops.embedding import embedding
 from pyggtrain.ops.linear_cross_entropy import linear_cross_entropy
@@ -17,6 +17,7 @@ from pyggtrain.ops.rope import RopeTables, rope
 from pyggtrain.ops.swiglu import swiglu
 
 __all__ = [
+    "Documents",
     "RopeTables",
     "attention",
     "dequantize",

@@ -5,29 +5,69 @@
 q [T, H, K], k and v [T, N, K], H a multiple of N: query head h reads kv head h // (H / N).
 
 On a CPU each document is one call of torch's scaled_dot_product_attention, whose flash kernel (forward and backward)
-never stores the scores and reads grouped heads without repeating them. Nothing of our own is needed, so autograd is
-torch's.
+never stores the scores and reads grouped heads without repeating them. On a GPU documents of one length are one call of
+cuDNN's kernel through torch, and documents of different lengths one call of our own, which needs no loop over them
+(docs/performance.md has both).
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from pyggtrain.kernels.attention.mask import AttentionMask
+
+# cuDNN's attention through torch: head sizes that it takes, in both directions.
+_CUDNN_MAX_HEAD = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Where documents begin and end in a row of tokens; what an attention kernel wants to know of it, made once.
+
+    Attributes:
+        cu_seqlens: int32 [B + 1] on the host: first token of each document and T at the end.
+    """
+
+    cu_seqlens: torch.Tensor
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        return self.cu_seqlens.tolist()
+
+    @cached_property
+    def common_length(self) -> int | None:
+        """Tokens of every document, None if they differ."""
+        lengths = {end - start for start, end in pairwise(self.bounds)}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def mask(self, device: torch.device) -> "AttentionMask":
+        """Which keys each token sees, on a GPU."""
+        if "_mask" not in self.__dict__:
+            from pyggtrain.kernels.attention.mask import AttentionMask
+
+            self.__dict__["_mask"] = AttentionMask.from_documents(self.cu_seqlens.to(device), self.bounds[-1])
+        mask: AttentionMask = self.__dict__["_mask"]
+        return mask
 
 
 def attention(
     q_THK: torch.Tensor,
     k_TNK: torch.Tensor,
     v_TNK: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    documents: Documents | torch.Tensor,
     *,
     softmax_scale: float,
 ) -> torch.Tensor:
     """Causal attention inside each document, none across.
 
     Args:
-        q_THK: float32 [T, H, K].
-        k_TNK, v_TNK: float32 [T, N, K], H % N == 0.
-        cu_seqlens: int32 [B + 1], first token of each document and T at the end.
+        q_THK: float32 [T, H, K]; on a GPU also bfloat16 or float16.
+        k_TNK, v_TNK: [T, N, K] in q's dtype, H % N == 0.
+        documents: their bounds, or these as int32 [B + 1]. Many calls for one batch should share one `Documents`.
         softmax_scale: multiplies q·k.
 
     Returns:
@@ -36,12 +76,17 @@ def attention(
     Raises:
         ValueError: heads do not group, or the documents do not cover the tokens.
     """
+    if isinstance(documents, torch.Tensor):
+        documents = Documents(documents)
     num_tokens, num_heads, _ = q_THK.shape
     if num_heads % k_TNK.shape[1]:
         raise ValueError(f"{num_heads} query heads do not group over {k_TNK.shape[1]} kv heads")
-    bounds = cu_seqlens.tolist()
+    bounds = documents.bounds
     if bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(f"documents cover tokens {bounds[0]} to {bounds[-1]}: needed 0 to {num_tokens}")
+    if q_THK.is_cuda:
+        output: torch.Tensor = _GpuAttention.apply(q_THK, k_TNK, v_TNK, documents, softmax_scale)
+        return output
     outputs = [
         _causal(q_THK[start:end], k_TNK[start:end], v_TNK[start:end], softmax_scale) for start, end in pairwise(bounds)
     ]
@@ -52,3 +97,111 @@ def _causal(q_THK: torch.Tensor, k_TNK: torch.Tensor, v_TNK: torch.Tensor, softm
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THK, k_TNK, v_TNK))
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True)
     return o.squeeze(0).transpose(0, 1)
+
+
+def gpu_attention_forward(
+    q_THK: torch.Tensor, k_TNK: torch.Tensor, v_TNK: torch.Tensor, documents: Documents, softmax_scale: float
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """o [T, H, K], and what `gpu_attention_backward` wants besides q, k, v and o."""
+    length = documents.common_length
+    if length is not None and _does_cudnn_take(q_THK, v_TNK):
+        q, k, v = (_batched(x, length) for x in (q_THK, k_TNK, v_TNK))
+        o, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, True, False, scale=softmax_scale
+        )
+        return o.transpose(1, 2).flatten(0, 1), tuple(rest[:7])
+    from pyggtrain.kernels.attention.forward import attention_forward
+
+    o_THK, lse_HT = attention_forward(q_THK, k_TNK, v_TNK, documents.mask(q_THK.device), softmax_scale=softmax_scale)
+    return o_THK, (lse_HT,)
+
+
+def gpu_attention_backward(
+    d_o_THK: torch.Tensor,
+    q_THK: torch.Tensor,
+    k_TNK: torch.Tensor,
+    v_TNK: torch.Tensor,
+    o_THK: torch.Tensor,
+    kept: tuple[Any, ...],
+    documents: Documents,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v, each [T, heads, K]."""
+    if len(kept) == 1:
+        from pyggtrain.kernels.attention.backward import attention_backward
+
+        return attention_backward(
+            d_o_THK,
+            q_THK,
+            k_TNK,
+            v_TNK,
+            o_THK,
+            kept[0],
+            documents.mask(q_THK.device),
+            softmax_scale=softmax_scale,
+        )
+    length = documents.common_length
+    assert length is not None
+    logsumexp, cum_q, cum_k, max_q, max_k, seed, offset = kept
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(_batched(x, length) for x in (d_o_THK, q_THK, k_TNK, v_TNK, o_THK)),
+        logsumexp,
+        seed,
+        offset,
+        None,
+        cum_q,
+        cum_k,
+        max_q,
+        max_k,
+        0.0,
+        True,
+        scale=softmax_scale,
+    )
+    dq, dk, dv = (gradient.transpose(1, 2).flatten(0, 1) for gradient in gradients)
+    return dq, dk, dv
+
+
+def _does_cudnn_take(q_THK: torch.Tensor, v_TNK: torch.Tensor) -> bool:
+    width = q_THK.shape[-1]
+    return (
+        q_THK.dtype in (torch.bfloat16, torch.float16)
+        and width == v_TNK.shape[-1]
+        and width % 8 == 0
+        and width <= _CUDNN_MAX_HEAD
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(q_THK.device) >= (8, 0)
+    )
+
+
+def _batched(x_THK: torch.Tensor, length: int) -> torch.Tensor:
+    """[T, H, K] as [B, H, S, K]."""
+    return x_THK.unflatten(0, (-1, length)).transpose(1, 2)
+
+
+class _GpuAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THK: torch.Tensor,
+        k_TNK: torch.Tensor,
+        v_TNK: torch.Tensor,
+        documents: Documents,
+        softmax_scale: float,
+    ) -> torch.Tensor:
+        q_THK, k_TNK, v_TNK = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THK, k_TNK, v_TNK))
+        o_THK, kept = gpu_attention_forward(q_THK, k_TNK, v_TNK, documents, softmax_scale)
+        ctx.documents, ctx.softmax_scale = documents, softmax_scale
+        ctx.others = [None if isinstance(item, torch.Tensor) else (item,) for item in kept]
+        ctx.save_for_backward(
+            q_THK, k_TNK, v_TNK, o_THK, *(item if isinstance(item, torch.Tensor) else None for item in kept)
+        )
+        return o_THK
+
+    @staticmethod
+    def backward(ctx: Any, d_o_THK: torch.Tensor) -> Any:  # type: ignore[override]
+        q_THK, k_TNK, v_TNK, o_THK, *saved = ctx.saved_tensors
+        kept = tuple(tensor if other is None else other[0] for tensor, other in zip(saved, ctx.others, strict=True))
+        gradients = gpu_attention_backward(
+            d_o_THK.contiguous(), q_THK, k_TNK, v_TNK, o_THK, kept, ctx.documents, ctx.softmax_scale
+        )
+        return *gradients, None, None

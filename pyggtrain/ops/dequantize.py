@@ -28,16 +28,24 @@ def num_columns(blocks: torch.Tensor, type: str) -> int:
 
 
 def dequantize_rows(blocks: torch.Tensor, type: str, out: torch.Tensor) -> None:
-    """Write the rows `blocks` (uint8 [N, row_bytes]) as float32 into `out` ([N, K], contiguous)."""
+    """Write the rows `blocks` (uint8 [N, row_bytes]) as numbers into `out` [N, K].
+
+    On the CPU `out` is float32 and contiguous. On a GPU it is of any float dtype and its rows may lie any distance
+    apart.
+    """
     if type in FLOAT_TYPES:
         out.copy_(blocks.view(FLOAT_TYPES[type]))
-    else:
+    elif out.is_cpu:
         _bridge.dequantize(type, blocks, out, torch.get_num_threads())
+    else:
+        from pyggtrain.kernels.dequant import dequantize as decode
+
+        decode(blocks.contiguous(), type, out=out)
 
 
-@torch.library.custom_op("pyggtrain::dequantize", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("pyggtrain::dequantize", mutates_args=(), device_types=("cpu", "cuda"))
 def _dequantize(blocks: torch.Tensor, type: str) -> torch.Tensor:
-    out = torch.empty(blocks.shape[0], num_columns(blocks, type), dtype=torch.float32)
+    out = torch.empty(blocks.shape[0], num_columns(blocks, type), dtype=torch.float32, device=blocks.device)
     dequantize_rows(blocks, type, out)
     return out
 

@@ -9,30 +9,31 @@ from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.ops.dequantize import dequantize_rows, num_columns
 
 
-@torch.library.custom_op("pyggtrain::embedding", mutates_args=(), device_types="cpu")
-def _embedding(tokens_T: torch.Tensor, blocks: torch.Tensor, type: str) -> torch.Tensor:
-    x_TD = torch.empty(tokens_T.shape[0], num_columns(blocks, type), dtype=torch.float32)
+@torch.library.custom_op("pyggtrain::embedding", mutates_args=(), device_types=("cpu", "cuda"))
+def _embedding(tokens_T: torch.Tensor, blocks: torch.Tensor, type: str, dtype: torch.dtype) -> torch.Tensor:
+    x_TD = torch.empty(tokens_T.shape[0], num_columns(blocks, type), dtype=dtype, device=blocks.device)
     dequantize_rows(blocks.index_select(0, tokens_T), type, x_TD)
     return x_TD
 
 
 @_embedding.register_fake
-def _(tokens_T: torch.Tensor, blocks: torch.Tensor, type: str) -> torch.Tensor:
-    return blocks.new_empty(tokens_T.shape[0], num_columns(blocks, type), dtype=torch.float32)
+def _(tokens_T: torch.Tensor, blocks: torch.Tensor, type: str, dtype: torch.dtype) -> torch.Tensor:
+    return blocks.new_empty(tokens_T.shape[0], num_columns(blocks, type), dtype=dtype)
 
 
-def embedding(tokens_T: torch.Tensor, weight: QuantTensor) -> torch.Tensor:
+def embedding(tokens_T: torch.Tensor, weight: QuantTensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The embedding of each token.
 
     Args:
         tokens_T: int64 [T], each in [0, V).
         weight: [V, D].
+        dtype: of the result; on the CPU float32.
 
     Returns:
-        float32 [T, D].
+        [T, D].
 
     Raises:
         IndexError: a token is outside the vocabulary.
     """
-    x_TD: torch.Tensor = _embedding(tokens_T, weight.blocks, weight.type)
+    x_TD: torch.Tensor = _embedding(tokens_T, weight.blocks, weight.type, dtype)
     return x_TD

@@ -19,6 +19,9 @@ chunk, measured). The loss comes out of it: with z_max the largest logit and p_m
     logsumexp(z) = z_max - log p_max
 
 and p_max >= 1/V never underflows, where p_target may.
+
+On a GPU logits are in x's dtype, loss and softmax come from one kernel (`kernels/cross_entropy.py`), and a chunk is
+what the card's memory bears easily.
 """
 
 from typing import Any
@@ -26,17 +29,18 @@ from typing import Any
 import torch
 
 from pyggtrain.gguf.quant_tensor import QuantTensor
-from pyggtrain.ops import quant_matmul
-from pyggtrain.ops.lora_linear import low_rank_forward
+from pyggtrain.ops import quant_matmul, workspace
+from pyggtrain.ops.lora_linear import low_rank_forward, product_of_gradient
 
 IGNORED = -100
 
-# Logits of one chunk, in bytes, when the caller names no chunk. A third of the targets at a time keeps logits below what
-# a step's activations take, and each chunk decodes the whole head twice, so three are few; below some 64 rows decoding
-# costs more than multiplying.
+# Logits of one chunk, in bytes, when the caller names no chunk. A third of the targets at a time keeps logits below
+# what a step's activations take, and each chunk decodes the whole head twice, so three are few; below some 64 rows
+# decoding costs more than multiplying.
 MIN_CHUNK_BYTES = 16 * 2**20
 MAX_CHUNK_BYTES = 64 * 2**20
 ENOUGH_ROWS = 64
+GPU_CHUNK_BYTES = 440 * 2**20
 # Rows of logits worked on at a time: about this many numbers, 2 MiB, stay in a core's L2 cache.
 _CACHED_LOGITS = 2**19
 
@@ -52,8 +56,16 @@ def default_chunk(num_vocab: int, num_targets: int) -> int:
     return min(max(-(-num_targets // 3), least), most)
 
 
+def _gpu_chunk(num_vocab: int, dtype: torch.dtype) -> int:
+    return max(1, GPU_CHUNK_BYTES // (dtype.itemsize * num_vocab))
+
+
 def _losses_from_logits_(z_CV: torch.Tensor, targets_C: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
     """Loss of each row [C]; with `wants_gradient`, z becomes softmax(z) - onehot(target)."""
+    if z_CV.is_cuda:
+        from pyggtrain.kernels.cross_entropy import cross_entropy_
+
+        return cross_entropy_(z_CV, targets_C)
     losses_C = z_CV.new_empty(z_CV.shape[0])
     step = max(1, _CACHED_LOGITS // z_CV.shape[1])
     for first in range(0, z_CV.shape[0], step):
@@ -74,12 +86,12 @@ def _losses_from_logits_(z_CV: torch.Tensor, targets_C: torch.Tensor, wants_grad
 class _LowRankHead:
     """The low-rank part of a head and its gradient, summed over chunks."""
 
-    def __init__(self, lora_a_RD: torch.Tensor, lora_b_VR: torch.Tensor, scale: float) -> None:
-        self.lora_a_RD = lora_a_RD
-        self.scaled_b_RV = (lora_b_VR * scale).t().contiguous()
+    def __init__(self, lora_a_RD: torch.Tensor, lora_b_VR: torch.Tensor, scale: float, dtype: torch.dtype) -> None:
+        self.lora_a_RD = lora_a_RD.to(dtype)
+        self.scaled_b_RV = (lora_b_VR * scale).t().to(dtype, memory_format=torch.contiguous_format)
         self.scale = scale
         self.d_lora_a_RD = torch.zeros_like(lora_a_RD)
-        self.d_lora_b_RV = torch.zeros_like(self.scaled_b_RV)
+        self.d_lora_b_RV = lora_b_VR.new_zeros(lora_b_VR.shape[1], lora_b_VR.shape[0])
 
     def logits(self, x_CD: torch.Tensor, *, out: torch.Tensor) -> None:
         """out = s (x Aᵀ) Bᵀ, keeping what `backward` of the same chunk needs."""
@@ -90,13 +102,13 @@ class _LowRankHead:
     def backward(self, e_CV: torch.Tensor, *, dx: torch.Tensor | None) -> None:
         """Add this chunk to dA and dB, and write its dh A to `dx`."""
         dh_RC = self.scaled_b_RV @ e_CV.t()
-        self.d_lora_a_RD.addmm_(dh_RC, self.x_CD)
-        self.d_lora_b_RV.addmm_(self.h_RC, e_CV, alpha=self.scale)
+        self.d_lora_a_RD += product_of_gradient(dh_RC, self.x_CD)
+        self.d_lora_b_RV.add_(product_of_gradient(self.h_RC, e_CV), alpha=self.scale)
         if dx is not None:
             torch.mm(dh_RC.t(), self.lora_a_RD, out=dx)
 
 
-@torch.library.custom_op("pyggtrain::linear_cross_entropy", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("pyggtrain::linear_cross_entropy", mutates_args=(), device_types=("cpu", "cuda"))
 def _linear_cross_entropy(
     x_TD: torch.Tensor,
     blocks: torch.Tensor,
@@ -112,10 +124,12 @@ def _linear_cross_entropy(
     needs_lora: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     num_tokens, num_vocab = x_TD.shape[0], blocks.shape[0]
-    losses_T = x_TD.new_empty(num_tokens)
+    if x_TD.is_cuda and lora_a_RD is None and needs_dx and x_TD.dtype in quant_matmul.HALF_DTYPES:
+        return _gpu_frozen_head(x_TD, blocks, type, targets_T, chunk)
+    losses_T = x_TD.new_empty(num_tokens, dtype=torch.float32 if x_TD.is_cuda else None)
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs_dx else x_TD.new_empty(0)
     z_buffer = x_TD.new_empty(min(chunk, num_tokens), num_vocab)
-    head = None if lora_a_RD is None or lora_b_VR is None else _LowRankHead(lora_a_RD, lora_b_VR, scale)
+    head = None if lora_a_RD is None or lora_b_VR is None else _LowRankHead(lora_a_RD, lora_b_VR, scale, x_TD.dtype)
     for first in range(0, num_tokens, chunk):
         rows = slice(first, min(first + chunk, num_tokens))
         x_CD, z_CV = x_TD[rows], z_buffer[: min(chunk, num_tokens - first)]
@@ -128,11 +142,30 @@ def _linear_cross_entropy(
             if needs_dx and dropout_mask_TD is not None:
                 dx_TD[rows] *= dropout_mask_TD[rows]
         if needs_dx:
-            quant_matmul.backward(z_CV, blocks, type, out=dx_TD[rows], accumulate=head is not None)
-    loss_sum = losses_T.sum(dtype=torch.float64).to(x_TD.dtype)
+            quant_matmul.backward(z_CV, blocks, type, compute=compute, out=dx_TD[rows], accumulate=head is not None)
+    loss_sum = losses_T.sum(dtype=torch.float64).to(losses_T.dtype)
     if head is None or not needs_lora:
         return loss_sum, dx_TD, x_TD.new_empty(0), x_TD.new_empty(0)
     return loss_sum, dx_TD, head.d_lora_a_RD, head.d_lora_b_RV.t().contiguous()
+
+
+def _gpu_frozen_head(
+    x_TD: torch.Tensor, blocks: torch.Tensor, type: str, targets_T: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Decodes each part of the head once per chunk and direction, and adds the parts of dx in float32."""
+    from pyggtrain.kernels.cross_entropy import linear_cross_entropy as chunked
+
+    num_vocab, width = blocks.shape[0], x_TD.shape[1]
+    rows = workspace.rows_per_chunk(num_vocab, width, x_TD.dtype, "cuda")
+    losses_T, dx_TD = chunked(
+        x_TD,
+        blocks,
+        type,
+        targets_T,
+        token_chunk=chunk,
+        workspace=workspace.rows(rows, width, x_TD.device, x_TD.dtype),
+    )
+    return losses_T.sum(dtype=torch.float64).float(), dx_TD, x_TD.new_empty(0), x_TD.new_empty(0)
 
 
 @_linear_cross_entropy.register_fake
@@ -151,9 +184,10 @@ def _(
     needs_lora: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs_dx else x_TD.new_empty(0)
+    loss_dtype = torch.float32 if x_TD.dtype in quant_matmul.HALF_DTYPES else x_TD.dtype
     d_lora_a_RD = torch.empty_like(lora_a_RD) if needs_lora and lora_a_RD is not None else x_TD.new_empty(0)
     d_lora_b_VR = torch.empty_like(lora_b_VR) if needs_lora and lora_b_VR is not None else x_TD.new_empty(0)
-    return x_TD.new_empty(()), dx_TD, d_lora_a_RD, d_lora_b_VR
+    return x_TD.new_empty((), dtype=loss_dtype), dx_TD, d_lora_a_RD, d_lora_b_VR
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -196,9 +230,10 @@ def linear_cross_entropy(
     """Sum of the cross entropy, in nats, over the tokens that have a target.
 
     Args:
-        x_TD: float32 [T, D], the head's input.
+        x_TD: float32 [T, D], the head's input; on a GPU also bfloat16 or float16.
         weight: [V, D]; the head, or the embedding it is tied to.
-        targets_T: int64 [T], the token to predict after each position, -100 where there is none.
+        targets_T: int64 [T], the token to predict after each position, -100 where there is none. On a GPU every token
+            must have one: the caller knows which before the device does.
         chunk: tokens whose logits exist at the same time. None: see `default_chunk`. Loss and gradient do not depend
             on it beyond rounding.
         lora_a_RD, lora_b_VR, scale, dropout_mask_TD: low-rank update of the head, as in `lora_linear`.
@@ -220,16 +255,27 @@ def linear_cross_entropy(
         raise ValueError("lora_a and lora_b of the head come together; only one was given")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}: needed at least 1 token")
-    supervised = (targets_T != IGNORED).nonzero().squeeze(1)
-    num_targets = supervised.shape[0]
-    if num_targets < targets_T.shape[0]:
-        x_TD, targets_T = x_TD.index_select(0, supervised), targets_T.index_select(0, supervised)
-        dropout_mask_TD = None if dropout_mask_TD is None else dropout_mask_TD.index_select(0, supervised)
+    if x_TD.is_cuda:
+        # Counting or checking targets here would make the host wait; the caller has left out tokens without one.
+        num_targets = targets_T.shape[0]
+    else:
+        supervised = (targets_T != IGNORED).nonzero().squeeze(1)
+        num_targets = supervised.shape[0]
+        if num_targets < targets_T.shape[0]:
+            x_TD, targets_T = x_TD.index_select(0, supervised), targets_T.index_select(0, supervised)
+            dropout_mask_TD = None if dropout_mask_TD is None else dropout_mask_TD.index_select(0, supervised)
     if num_targets == 0:
         return x_TD.sum(), 0
-    lowest, highest = (int(bound) for bound in targets_T.aminmax())
-    if lowest < 0 or highest >= num_vocab:
-        raise ValueError(f"targets lie between {lowest} and {highest}: needed 0 to {num_vocab - 1}, or -100 for none")
+    if x_TD.is_cuda:
+        torch._assert_async(((targets_T >= 0) & (targets_T < num_vocab)).all(), "a target lies outside the vocabulary")
+    else:
+        lowest, highest = (int(bound) for bound in targets_T.aminmax())
+        if lowest < 0 or highest >= num_vocab:
+            raise ValueError(
+                f"targets lie between {lowest} and {highest}: needed 0 to {num_vocab - 1}, or -100 for none"
+            )
+    if chunk is None:
+        chunk = _gpu_chunk(num_vocab, x_TD.dtype) if x_TD.is_cuda else default_chunk(num_vocab, num_targets)
     needs_grad = torch.is_grad_enabled()
     loss_sum, *_ = _linear_cross_entropy(
         x_TD,
@@ -240,7 +286,7 @@ def linear_cross_entropy(
         lora_b_VR,
         scale,
         dropout_mask_TD,
-        default_chunk(num_vocab, num_targets) if chunk is None else chunk,
+        chunk,
         compute,
         needs_grad and x_TD.requires_grad,
         needs_grad and lora_a_RD is not None and lora_a_RD.requires_grad,

@@ -30,13 +30,20 @@ from pyggtrain.ops import quant_matmul
 
 
 def low_rank_forward(x_TK: torch.Tensor, lora_a_RK: torch.Tensor, dropout_mask_TK: torch.Tensor | None) -> torch.Tensor:
-    """hᵀ = A (m ∘ x)ᵀ, [R, T]."""
+    """hᵀ = A (m ∘ x)ᵀ, [R, T], in x's dtype."""
     if dropout_mask_TK is not None:
         x_TK = x_TK * dropout_mask_TK
-    return lora_a_RK @ x_TK.t()
+    return lora_a_RK.to(x_TK.dtype) @ x_TK.t()
 
 
-@torch.library.custom_op("pyggtrain::lora_linear", mutates_args=(), device_types="cpu")
+def product_of_gradient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b in float32 where the factors are half precision: what it feeds are float32 gradients."""
+    if a.dtype in quant_matmul.HALF_DTYPES:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a @ b
+
+
+@torch.library.custom_op("pyggtrain::lora_linear", mutates_args=(), device_types=("cpu", "cuda"))
 def _lora_linear(
     x_TK: torch.Tensor,
     blocks: torch.Tensor,
@@ -50,11 +57,12 @@ def _lora_linear(
     residual_TN: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     h_RT = low_rank_forward(x_TK, lora_a_RK, dropout_mask_TK)
+    lora_b_NR = lora_b_NR.to(x_TK.dtype)
     start_TN = quant_matmul.start_of(bias_N, residual_TN, x_TK.shape[0])
     if start_TN is None:
         delta_TN = h_RT.t() @ (lora_b_NR.t() * scale)
     else:
-        delta_TN = start_TN.addmm_(h_RT.t(), lora_b_NR.t(), alpha=scale)
+        delta_TN = start_TN.to(x_TK.dtype).addmm_(h_RT.t(), lora_b_NR.t(), alpha=scale)
     return quant_matmul.forward(x_TK, blocks, type, compute=compute, out=delta_TN, accumulate=True), h_RT
 
 
@@ -75,7 +83,7 @@ def _(
     return x_TK.new_empty(num_tokens, blocks.shape[0]), x_TK.new_empty(lora_a_RK.shape[0], num_tokens)
 
 
-@torch.library.custom_op("pyggtrain::lora_linear_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("pyggtrain::lora_linear_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _lora_linear_backward(
     dy_TN: torch.Tensor,
     x_TK: torch.Tensor,
@@ -85,18 +93,20 @@ def _lora_linear_backward(
     lora_a_RK: torch.Tensor,
     lora_b_NR: torch.Tensor,
     scale: float,
+    compute: str,
     dropout_mask_TK: torch.Tensor | None,
     needs_dx: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dh_RT = (lora_b_NR.t() * scale) @ dy_TN.t()
-    d_lora_b_NR = (h_RT @ dy_TN).t().mul(scale).contiguous()
-    d_lora_a_RK = dh_RT @ (x_TK if dropout_mask_TK is None else x_TK * dropout_mask_TK)
+    dh_RT = (lora_b_NR.t() * scale).to(dy_TN.dtype) @ dy_TN.t()
+    d_lora_b_NR = product_of_gradient(h_RT, dy_TN).t().mul(scale).contiguous()
+    d_lora_a_RK = product_of_gradient(dh_RT, x_TK if dropout_mask_TK is None else x_TK * dropout_mask_TK)
     if not needs_dx:
         return dy_TN.new_empty(0), d_lora_a_RK, d_lora_b_NR
-    dx_TK = dh_RT.t() @ lora_a_RK
+    dx_TK = dh_RT.t() @ lora_a_RK.to(dy_TN.dtype)
     if dropout_mask_TK is not None:
         dx_TK.mul_(dropout_mask_TK)
-    return quant_matmul.backward(dy_TN, blocks, type, out=dx_TK, accumulate=True), d_lora_a_RK, d_lora_b_NR
+    quant_matmul.backward(dy_TN, blocks, type, compute=compute, out=dx_TK, accumulate=True)
+    return dx_TK, d_lora_a_RK, d_lora_b_NR
 
 
 @_lora_linear_backward.register_fake
@@ -109,6 +119,7 @@ def _(
     lora_a_RK: torch.Tensor,
     lora_b_NR: torch.Tensor,
     scale: float,
+    compute: str,
     dropout_mask_TK: torch.Tensor | None,
     needs_dx: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -117,7 +128,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x_TK, blocks, ctx.type, lora_a_RK, lora_b_NR, ctx.scale, _, dropout_mask_TK, _, _ = inputs
+    x_TK, blocks, ctx.type, lora_a_RK, lora_b_NR, ctx.scale, ctx.compute, dropout_mask_TK, _, _ = inputs
     h_RT = output[1]
     ctx.mark_non_differentiable(h_RT)
     ctx.set_materialize_grads(False)
@@ -130,7 +141,7 @@ def _backward(ctx: Any, dy_TN: torch.Tensor | None, dh_unused: None) -> tuple[to
     x_TK, h_RT, blocks, lora_a_RK, lora_b_NR, dropout_mask_TK = ctx.saved_tensors
     needs = ctx.needs_input_grad
     dx_TK, d_lora_a_RK, d_lora_b_NR = _lora_linear_backward(
-        dy_TN, x_TK, h_RT, blocks, ctx.type, lora_a_RK, lora_b_NR, ctx.scale, dropout_mask_TK, needs[0]
+        dy_TN, x_TK, h_RT, blocks, ctx.type, lora_a_RK, lora_b_NR, ctx.scale, ctx.compute, dropout_mask_TK, needs[0]
     )
     d_residual_TN = dy_TN if needs[9] else None
     return dx_TK if needs[0] else None, None, None, d_lora_a_RK, d_lora_b_NR, None, None, None, None, d_residual_TN
@@ -154,9 +165,10 @@ def lora_linear(
     """y = x Wᵀ + scale · (x Aᵀ) Bᵀ (+ bias) (+ residual).
 
     Args:
-        x_TK: float32 [T, K].
+        x_TK: float32 [T, K]; on a GPU also bfloat16 or float16.
         weight: [N, K].
-        lora_a_RK: [R, K]. lora_b_NR: [N, R]. In x's dtype.
+        lora_a_RK: [R, K]. lora_b_NR: [N, R]. In x's dtype, or float32 masters beside x of half precision; so are their
+            gradients.
         scale: alpha / r; with dropout, divided by (1 - p) already.
         dropout_mask_TK: bool [T, K], True keeps. Acts on the low-rank path only.
         bias_N, residual_TN, compute: as in `quant_linear`.

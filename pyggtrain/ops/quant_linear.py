@@ -9,8 +9,6 @@ Gradient. W and bias are frozen, so with dy [T, N]:
 
 Nothing of the size of an activation is saved: dx needs only W. Forward may round x to 8 bits (`compute`); backward does
 not know of it (straight-through), so dx is the exact Jacobian of the dequantised weight.
-
-Another device is one `_quant_linear.register_kernel("cuda")` away: the dispatch is torch's own.
 """
 
 from typing import Any
@@ -21,7 +19,7 @@ from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.ops import quant_matmul
 
 
-@torch.library.custom_op("pyggtrain::quant_linear", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("pyggtrain::quant_linear", mutates_args=(), device_types=("cpu", "cuda"))
 def _quant_linear(
     x_TK: torch.Tensor,
     blocks: torch.Tensor,
@@ -46,18 +44,21 @@ def _(
     return x_TK.new_empty(x_TK.shape[0], blocks.shape[0])
 
 
-@torch.library.custom_op("pyggtrain::quant_linear_backward", mutates_args=(), device_types="cpu")
-def _quant_linear_backward(dy_TN: torch.Tensor, blocks: torch.Tensor, type: str, num_columns: int) -> torch.Tensor:
-    return quant_matmul.backward(dy_TN, blocks, type, out=dy_TN.new_empty(dy_TN.shape[0], num_columns))
+@torch.library.custom_op("pyggtrain::quant_linear_backward", mutates_args=(), device_types=("cpu", "cuda"))
+def _quant_linear_backward(
+    dy_TN: torch.Tensor, blocks: torch.Tensor, type: str, compute: str, num_columns: int
+) -> torch.Tensor:
+    dx_TK = dy_TN.new_empty(dy_TN.shape[0], num_columns)
+    return quant_matmul.backward(dy_TN, blocks, type, compute=compute, out=dx_TK)
 
 
 @_quant_linear_backward.register_fake
-def _(dy_TN: torch.Tensor, blocks: torch.Tensor, type: str, num_columns: int) -> torch.Tensor:
+def _(dy_TN: torch.Tensor, blocks: torch.Tensor, type: str, compute: str, num_columns: int) -> torch.Tensor:
     return dy_TN.new_empty(dy_TN.shape[0], num_columns)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x_TK, blocks, ctx.type, _, _, _ = inputs
+    x_TK, blocks, ctx.type, ctx.compute, _, _ = inputs
     ctx.num_columns = x_TK.shape[1]
     ctx.save_for_backward(blocks)
 
@@ -65,7 +66,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     (blocks,) = ctx.saved_tensors
     needs_x, needs_residual = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
-    dx_TK = _quant_linear_backward(dy_TN, blocks, ctx.type, ctx.num_columns) if needs_x else None
+    dx_TK = _quant_linear_backward(dy_TN, blocks, ctx.type, ctx.compute, ctx.num_columns) if needs_x else None
     return dx_TK, None, None, None, None, dy_TN if needs_residual else None
 
 
@@ -83,14 +84,14 @@ def quant_linear(
     """y = x Wᵀ (+ bias) (+ residual).
 
     Args:
-        x_TK: float32 [T, K]. float64 is taken for references and gives float64.
+        x_TK: float32 [T, K]; on a GPU also bfloat16 or float16. float64 is taken for references and gives float64.
         weight: [N, K].
         bias_N: float32 [N], frozen.
         residual_TN: [T, N], added inside the product. A model passes it to the linear that ends a layer, and only
             there: the result is then the layer's output, which `nn.checkpointing` keeps anyway instead of computing it
             twice.
-        compute: "exact" (dequantised rows, float32), "ggml" (llama.cpp's kernel, activations in 8 bits), or "auto" (the
-            faster one).
+        compute: "exact" (dequantised rows, in x's dtype), "ggml" (CPU: llama.cpp's kernel, activations in 8 bits), or
+            "auto" (CPU: the faster one; GPU: products of float32 are computed in bfloat16).
 
     Returns:
         [T, N] in x's dtype.

@@ -8,6 +8,10 @@ Two ways to compute y on a CPU:
   what llama-server will compute, and for some types the faster one. Backward treats the rounding of x as identity.
 
 dx is always exact: ggml's `out_prod` decodes every row again for every row of dy (6-27 times slower, measured).
+
+On a GPU rows are decoded by our own kernels straight into the dtype of the product, and the library multiplies: above a
+few hundred tokens that beats products on packed integers on a data-centre card (docs/performance.md). x in bfloat16 or
+float16 is multiplied as it is, with float32 sums; x in float32 is rounded to bfloat16 first unless compute is "exact".
 """
 
 from collections.abc import Iterator
@@ -19,6 +23,7 @@ from pyggtrain.ops import workspace
 from pyggtrain.ops.dequantize import FLOAT_TYPES, dequantize_rows
 
 COMPUTE = ("auto", "exact", "ggml")
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 # Below this many rows decoding W costs more than the product, and ggml's kernels decode in registers.
 FEW_ROWS = 32
@@ -52,10 +57,15 @@ def check(x: torch.Tensor, num_columns: int, compute: str) -> None:
         raise ValueError(f"compute={compute!r}: needed one of {', '.join(COMPUTE)}")
     if x.dim() != 2 or x.shape[1] != num_columns:
         raise ValueError(f"x has shape {tuple(x.shape)}: needed [T, {num_columns}], the weight's row length")
-    if x.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"x is {x.dtype}: needed float32 (float64 for references)")
-    if compute == "ggml" and x.dtype != torch.float32:
-        raise ValueError(f"compute='ggml' takes float32, x is {x.dtype}")
+    if x.dtype not in (torch.float32, torch.float64) and not (x.is_cuda and x.dtype in HALF_DTYPES):
+        raise ValueError(f"x is {x.dtype} on {x.device}: needed float32 (float64 for references, half types on a GPU)")
+    if compute == "ggml" and (x.dtype != torch.float32 or x.is_cuda):
+        raise ValueError(f"compute='ggml' takes float32 on the CPU, x is {x.dtype} on {x.device}")
+
+
+def product_dtype(x: torch.Tensor, compute: str) -> torch.dtype:
+    """What x and the rows of W are multiplied in."""
+    return torch.bfloat16 if x.is_cuda and x.dtype == torch.float32 and compute != "exact" else x.dtype
 
 
 def _chunks(
@@ -67,12 +77,23 @@ def _chunks(
         # Stored as torch wants it: no copy, no chunk.
         yield 0, num_rows, blocks.view(torch.float32)
         return
-    step = workspace.rows_per_chunk(num_rows, num_columns)
+    decoded = dtype if blocks.is_cuda and dtype in HALF_DTYPES else torch.float32
+    step = workspace.rows_per_chunk(num_rows, num_columns, decoded, blocks.device.type)
     for first in range(0, num_rows, step):
         end = min(first + step, num_rows)
-        chunk = workspace.rows(end - first, num_columns, blocks.device)
+        chunk = workspace.rows(end - first, num_columns, blocks.device, decoded)
         dequantize_rows(blocks[first:end], type, chunk)
         yield first, end, chunk.to(dtype)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+    """out = a b, or out += a b; a and b are half precision where `out` may be float32."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=float(accumulate), out=out)
+    elif accumulate:
+        out += torch.mm(a, b, out_dtype=out.dtype)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def forward(
@@ -100,13 +121,14 @@ def forward(
         `out`.
     """
     y = x.new_empty(x.shape[0], blocks.shape[0]) if out is None else out
-    if chosen_compute(compute, type, x.shape[0], x.dtype) == "ggml":
+    if x.is_cpu and chosen_compute(compute, type, x.shape[0], x.dtype) == "ggml":
         product = torch.empty_like(y) if accumulate else y
         # An operation sees its inputs as they are, and a tensor that wants a gradient cannot be lent to the bridge.
         _bridge.mul_mat(type, blocks, x.detach().contiguous(), product, torch.get_num_threads())
         return y.add_(product) if accumulate else y
+    x = x.to(product_dtype(x, compute))
     for first, end, w in _chunks(blocks, type, x.shape[1], x.dtype):
-        torch.addmm(y[:, first:end], x, w.t(), beta=float(accumulate), out=y[:, first:end])
+        _multiply(x, w.t(), y[:, first:end], accumulate=accumulate)
     return y
 
 
@@ -115,6 +137,7 @@ def backward(
     blocks: torch.Tensor,
     type: str,
     *,
+    compute: str = "auto",
     out: torch.Tensor,
     accumulate: bool = False,
 ) -> torch.Tensor:
@@ -123,14 +146,16 @@ def backward(
     Args:
         dy: [T, N].
         blocks: uint8 [N, row_bytes] of `type`.
+        compute: matters on a GPU only, see `product_dtype`.
         out: [T, K], to write or add to.
         accumulate: add to what `out` holds.
 
     Returns:
         `out`.
     """
-    for first, _, w in _chunks(blocks, type, out.shape[1], dy.dtype):
-        torch.addmm(out, dy[:, first : first + w.shape[0]], w, beta=float(accumulate or first > 0), out=out)
+    dy = dy.to(product_dtype(dy, compute))
+    for first, end, w in _chunks(blocks, type, out.shape[1], dy.dtype):
+        _multiply(dy[:, first:end], w, out, accumulate=accumulate or first > 0)
     return out
 
 

@@ -17,8 +17,13 @@ from typing import Any
 import torch
 
 
-@torch.library.custom_op("pyggtrain::rms_norm", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("pyggtrain::rms_norm", mutates_args=(), device_types=("cpu", "cuda"))
 def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.is_cuda:
+        from pyggtrain.kernels.rms_norm import rms_norm_forward
+
+        y, _, r = rms_norm_forward(x.reshape(-1, x.shape[-1]), weight_D, eps=eps)
+        return y.view(x.shape), r.view(*x.shape[:-1], 1)
     mean_square = torch.linalg.vecdot(x, x).unsqueeze(-1).div_(x.shape[-1])
     r = mean_square.add_(eps).rsqrt_()
     return (x * r).mul_(weight_D), r
@@ -26,11 +31,16 @@ def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torc
 
 @_rms_norm.register_fake
 def _(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
+    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32 if x.is_cuda else x.dtype)
 
 
-@torch.library.custom_op("pyggtrain::rms_norm_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("pyggtrain::rms_norm_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, r: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:
+        from pyggtrain.kernels.rms_norm import rms_norm_backward
+
+        rows = (tensor.reshape(-1, x.shape[-1]) for tensor in (dy, x))
+        return rms_norm_backward(*rows, weight_D, r.reshape(-1)).view(x.shape)
     g = dy * weight_D
     gx = torch.linalg.vecdot(g, x).unsqueeze(-1)
     return g.mul_(r).addcmul_(x, gx.mul_(r**3).div_(-x.shape[-1]))
@@ -62,7 +72,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Te
     """x / sqrt(mean(x²) + eps) · weight.
 
     Args:
-        x: float32 [..., D].
+        x: float32 [..., D]; on a GPU also bfloat16 or float16.
         weight_D: float32 [D], frozen.
         eps: added to the mean square, as in `attention.layer_norm_rms_epsilon`.
 

@@ -35,10 +35,16 @@ def _pairwise(x: torch.Tensor) -> torch.Tensor:
     return x if is_aligned else x.contiguous()
 
 
-@torch.library.custom_op("pyggtrain::rope", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("pyggtrain::rope", mutates_args=(), device_types=("cpu", "cuda"))
 def _rope(
     x_THK: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, is_neox: bool, is_inverse: bool
 ) -> torch.Tensor:
+    if x_THK.is_cuda:
+        from pyggtrain.kernels.rope import rope_backward, rope_forward
+
+        turn = rope_backward if is_inverse else rope_forward
+        x_THK = x_THK if x_THK.stride(-1) == 1 else x_THK.contiguous()
+        return turn(x_THK, cos_TP, sin_TP, is_neox=is_neox)
     num_pairs = cos_TP.shape[1]
     y_THK = torch.empty_like(x_THK, memory_format=torch.contiguous_format)
     x, y = x_THK[..., : 2 * num_pairs], y_THK[..., : 2 * num_pairs]
@@ -80,7 +86,7 @@ def rope(x_THK: torch.Tensor, tables: RopeTables) -> torch.Tensor:
     """Rotate every head of every token.
 
     Args:
-        x_THK: float32 [T, H, K], any strides with the last one 1.
+        x_THK: float32 [T, H, K] (on a GPU also bfloat16 or float16), any strides with the last one 1.
         tables: for these T tokens; 2P <= K.
 
     Returns:

@@ -13,8 +13,16 @@ from typing import Any
 import torch
 
 
-@torch.library.custom_op("pyggtrain::swiglu", mutates_args=(), device_types="cpu")
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+@torch.library.custom_op("pyggtrain::swiglu", mutates_args=(), device_types=("cpu", "cuda"))
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if gate.is_cuda:
+        from pyggtrain.kernels.swiglu import swiglu_forward
+
+        return swiglu_forward(*(_rows(part) for part in (gate, up))).view(gate.shape)
     return torch.nn.functional.silu(gate).mul_(up)
 
 
@@ -23,8 +31,13 @@ def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(gate)
 
 
-@torch.library.custom_op("pyggtrain::swiglu_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("pyggtrain::swiglu_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if gate.is_cuda:
+        from pyggtrain.kernels.swiglu import swiglu_backward
+
+        d_gate, d_up, _ = swiglu_backward(*(_rows(part) for part in (dy, gate, up)))
+        return d_gate.view(gate.shape), d_up.view(up.shape)
     d_gate = torch.ops.aten.silu_backward(dy * up, gate)
     d_up = torch.nn.functional.silu(gate).mul_(dy)
     return d_gate, d_up
@@ -47,6 +60,6 @@ _swiglu.register_autograd(_backward, setup_context=_save)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) ∘ up, both float32 [..., F]."""
+    """silu(gate) ∘ up, both float32 [..., F]; on a GPU also bfloat16 or float16."""
     y: torch.Tensor = _swiglu(gate, up)
     return y

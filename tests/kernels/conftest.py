@@ -1,23 +1,9 @@
-"""Kernels run compiled where there is a GPU, else in Triton's interpreter: the same tests, the same cases."""
+"""Fixtures for kernels, which run compiled where there is a GPU, else in Triton's interpreter (`device`)."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # read when a kernel is defined, that is at its module's import, so before any test module runs
-    os.environ["TRITON_INTERPRET"] = "1"
-
-
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """The CPU with the interpreter, or the GPU; whichever this machine does not have is skipped."""
-    pytest.importorskip("triton", reason="Triton has no build for this platform")
-    if (request.param == "cuda") != torch.cuda.is_available():
-        pytest.skip("needs a GPU" if request.param == "cuda" else "kernels are compiled where there is a GPU")
-    return torch.device("cuda" if request.param == "cuda" else "cpu")
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from pyggtrain.kernels.rope import rope_kernel
 from pyggtrain.kernels.swiglu import swiglu_bwd_kernel, swiglu_fwd_kernel
 
 
-FLOATS = ("eps", "scale", "sin_sign", "gradient_scale", "softmax_scale", "softcap")
+FLOATS = ("eps", "scale0", "scale1", "scale2", "sin_sign", "gradient_scale", "softmax_scale", "softcap")
 
 
 def compile(kernel, constants, *, float32=(), other=(), **options):
@@ -56,7 +56,8 @@ compile(swiglu_bwd_kernel, dict(BF=1024))
 for is_neox in (False, True):
     compile(rope_kernel, dict(HALF=36, BP=64, PASSED=24, BK=32, IS_NEOX=is_neox, BH=8), float32=("p_cos", "p_sin"))
 compile(cross_entropy_kernel, dict(V=9001, BV=4096), float32=("p_losses",), other={"p_targets": "*i64"})
-compile(lora_extend_kernel, dict(R=16, P=64, BK=128, BN=64, NUM_A_PROGRAMS=32))
+pairs = ("p_a0", "p_a1", "p_a2", "p_b0", "p_b1", "p_b2")
+compile(lora_extend_kernel, dict(P=64, BK=128, BN=64, NUM_A_PROGRAMS=32), float32=pairs)
 masks = {"p_first_key": "*i32", "p_last_query": "*i32"}
 kept = ("p_lse", "p_rows", "p_sinks")
 for kernel, tiles in (

@@ -33,23 +33,35 @@ def test_gradients_are_as_close_to_float64_as_torch(
         assert results[1].dtype == results[2].dtype == torch.float32
 
 
-@pytest.mark.parametrize("row_counts", [(40,), (24, 16), (20, 12, 8)], ids=["one", "two", "three"])
-def test_extended_weight_does_both_products(row_counts: tuple[int, ...], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("row_counts", "ranks"),
+    [((40,), (5,)), ((24, 16), (5, 5)), ((20, 12, 8), (5, 2, 7)), ((20, 12, 8), (5, 0, 7)), ((24, 16), (0, 3))],
+    ids=["one", "two", "three", "second without", "first without"],
+)
+def test_extended_weight_does_both_products(
+    row_counts: tuple[int, ...], ranks: tuple[int, ...], device: torch.device
+) -> None:
     """[x | x Aᵀ] Eᵀ is the adapted forward, and [dy | dy s B] E its gradient, in one product each."""
-    rank, width, scale = 5, 24, 0.5
-    num_rows, num_ranks = sum(row_counts), rank * len(row_counts)
-    weight, lora_a = torch.randn(num_rows, width, device=device), torch.randn(num_ranks, width, device=device)
-    lora_b = torch.randn(num_rows, rank, device=device)
+    width, num_rows, num_ranks = 24, sum(row_counts), sum(ranks)
+    weight = torch.randn(num_rows, width, device=device)
+    pairs = [
+        (torch.randn(rank, width, device=device), torch.randn(count, rank, device=device), 0.5 + rank) if rank else None
+        for count, rank in zip(row_counts, ranks, strict=True)
+    ]
     extended = torch.full((num_rows + 16, width + 16), float("nan"), device=device)
     extended[:num_rows, :width] = weight
-    lora_extend_(extended, lora_a, lora_b, row_counts=row_counts, scale=scale)
+    lora_extend_(extended, pairs, row_counts=row_counts)
 
     expected = torch.full_like(extended, float("nan"))
     expected[:num_rows, :width] = weight
-    reference.lora_extend_(expected, lora_a, lora_b, row_counts=row_counts, scale=scale)
+    reference.lora_extend_(expected, pairs, row_counts=row_counts)
     torch.testing.assert_close(extended, expected, equal_nan=True)
 
-    deltas = [scale * b @ lora_a[i * rank : (i + 1) * rank] for i, b in enumerate(lora_b.split(row_counts))]
+    deltas = [
+        torch.zeros(count, width, device=device) if pair is None else pair[2] * pair[1] @ pair[0]
+        for count, pair in zip(row_counts, pairs, strict=True)
+    ]
+    lora_a = torch.cat([pair[0] for pair in pairs if pair is not None])
     adapted = weight + torch.cat(deltas)
     x, dy = torch.randn(7, width, device=device), torch.randn(7, num_rows, device=device)
     x_extended = torch.cat((x, x @ lora_a.t(), torch.zeros(7, 16 - num_ranks, device=device)), 1)
@@ -73,9 +85,11 @@ def test_reference_backward_is_the_gradient() -> None:
 
 def test_wrong_shapes_are_refused(device: torch.device) -> None:
     zeros = lambda *shape: torch.zeros(*shape, device=device)  # noqa: E731
-    with pytest.raises(ValueError, match="add up"):
-        lora_extend_(zeros(24, 24), zeros(4, 8), zeros(8, 4), row_counts=(7,), scale=1.0)
+    with pytest.raises(ValueError, match="one each"):
+        lora_extend_(zeros(24, 24), [(zeros(4, 8), zeros(8, 4), 1.0)], row_counts=(4, 4))
+    with pytest.raises(ValueError, match=r"needed: \[R, 8\] and \[8, R\]"):
+        lora_extend_(zeros(24, 24), [(zeros(4, 8), zeros(7, 4), 1.0)], row_counts=(8,))
     with pytest.raises(ValueError, match="power of two"):
-        lora_extend_(zeros(20, 20), zeros(4, 8), zeros(8, 4), row_counts=(8,), scale=1.0)
+        lora_extend_(zeros(20, 20), [(zeros(4, 8), zeros(8, 4), 1.0)], row_counts=(8,))
     with pytest.raises(ValueError, match=r"needed: \[T, N\]"):
         lora_backward(zeros(3, 8), zeros(3, 8), zeros(3, 5), zeros(8, 4), scale=1.0)

@@ -23,9 +23,15 @@ def test_dtypes_are_those_promised():
     assert batch.cu_seqlens.dtype == torch.int32
 
 
-def test_every_part_moves_to_the_device():
-    batch = Batch.from_documents([([1, 2], [1, 2])]).to("meta")
-    assert {getattr(batch, name).device.type for name in Batch.__dataclass_fields__} == {"meta"}
+def test_tokens_move_to_the_device_and_bounds_stay():
+    batch = Batch.from_documents([([1, 2, 3], [-100, 2, 3]), ([4, 5], [4, -100])])
+    moved = batch.to("meta")
+    for name in ("tokens_T", "positions_T", "targets_T", "supervised"):
+        assert getattr(moved, name).device.type == "meta"
+    assert moved.cu_seqlens.device.type == "cpu"
+    # Known without asking the device.
+    assert (moved.num_tokens, moved.num_documents, moved.num_targets, moved.longest_document) == (5, 2, 2, 3)
+
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_table_is_that_of_ggml(tmp_path, name):
     case = CASES[name]
     num_ctx = -(-case.num_tokens // 256) * 256
     file = write_model(tmp_path / "model.gguf", case, num_ctx)
-    tables = models.load(file).rope_settings.tables(torch.arange(case.num_tokens))
+    tables = models.load(file).rope.settings.tables(torch.arange(case.num_tokens))
     session = _bridge.Session(
         str(file.path), num_ctx=num_ctx, num_ubatch=512, num_threads=1, kv_type="F32", flash_attention=False
     )

@@ -46,5 +46,6 @@ def test_dequantize_does_not_hand_out_the_file():
 
 def test_opcheck(make_weight):
     weight, _ = make_weight("Q4_1", 24, 32)
-    torch.library.opcheck(torch.ops.pyggtrain.embedding.default, (torch.tensor([1, 2]), weight.blocks, "Q4_1"))
+    arguments = (torch.tensor([1, 2]), weight.blocks, "Q4_1", torch.float32)
+    torch.library.opcheck(torch.ops.pyggtrain.embedding.default, arguments)
     torch.library.opcheck(torch.ops.pyggtrain.dequantize.default, (weight.blocks, "Q4_1"))

@@ -1,0 +1,117 @@
+"""Models of a true shape and quant mix, with random valid blocks made on the GPU: what a speed measurement needs of a
+file, without the file.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyggtrain.kernels.reference.cases import random_blocks
+
+from pyggtrain.gguf import QuantTensor
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Sizes of a `llama` file, in the order of its metadata, and its mix: names of ggml types."""
+
+    name: str
+    block_count: int
+    embedding_length: int
+    feed_forward_length: int
+    head_count: int
+    head_count_kv: int
+    head_size: int
+    vocabulary: int
+    mix: str
+
+    def type_of(self, layer: int, kind: str) -> str:
+        """ggml type of a linear.
+
+        Q4_K_M gives attn_v and ffn_down of half the layers Q6_K, as llama.cpp's quantiser does; IQ2_M is near that of
+        70B files: IQ2_S, with attn_v in Q4_K, attn_output and the first eighth's ffn_down in IQ3_S.
+        """
+        first, last = self.block_count // 8, 7 * self.block_count // 8
+        has_more_bits = layer < first or layer >= last or (layer - first) % 3 == 2
+        if self.mix == "Q4_K_M":
+            return "Q6_K" if kind in ("attn_v", "ffn_down") and has_more_bits else "Q4_K"
+        if self.mix == "IQ2_M":
+            if kind == "attn_v":
+                return "Q4_K"
+            return "IQ3_S" if kind == "attn_output" or (kind == "ffn_down" and layer < first) else "IQ2_S"
+        raise ValueError(f"mix {self.mix!r}: needed Q4_K_M or IQ2_M")
+
+
+LLAMA_3_1_8B = LlamaShape("Llama-3.1-8B Q4_K_M", 32, 4096, 14336, 32, 8, 128, 128256, "Q4_K_M")
+LLAMA_3_3_70B = LlamaShape("Llama-3.3-70B IQ2_M", 80, 8192, 28672, 64, 8, 128, 128256, "IQ2_M")
+
+# Random scales of blocks that give weights of about the size of trained ones.
+_MAGNITUDE = {"Q6_K": 1.5e-5, "IQ2_S": 1.5e-3, "IQ3_S": 1e-3}
+
+
+class SyntheticFile:
+    """Looks to a model like an opened GGUF file whose tensors lie on the GPU already.
+
+    Args:
+        shape: of the model.
+        device: where blocks are made.
+        seed: of the random blocks.
+    """
+
+    architecture = "llama"
+    path = Path("synthetic.gguf")
+
+    def __init__(self, shape: LlamaShape, device: torch.device, *, seed: int = 0) -> None:
+        self.shape = shape
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        width, ff, kv = shape.embedding_length, shape.feed_forward_length, shape.head_count_kv * shape.head_size
+        num_q = shape.head_count * shape.head_size
+        self.metadata: dict[str, Any] = {
+            "general.architecture": "llama",
+            "llama.block_count": shape.block_count,
+            "llama.context_length": 131072,
+            "llama.embedding_length": width,
+            "llama.feed_forward_length": ff,
+            "llama.attention.head_count": shape.head_count,
+            "llama.attention.head_count_kv": shape.head_count_kv,
+            "llama.attention.layer_norm_rms_epsilon": 1e-5,
+            "llama.rope.freq_base": 500000.0,
+            "llama.rope.dimension_count": shape.head_size,
+            "llama.vocab_size": shape.vocabulary,
+        }
+        self.tensors: dict[str, QuantTensor] = {}
+        small = "IQ2_S" if shape.mix == "IQ2_M" else "Q4_K"
+        self._add("token_embd.weight", small, shape.vocabulary, width)
+        self._add("output.weight", "Q6_K" if shape.mix == "Q4_K_M" else "Q5_K", shape.vocabulary, width)
+        self._add_norm("output_norm.weight", width)
+        sizes = {
+            "attn_q": (num_q, width),
+            "attn_k": (kv, width),
+            "attn_v": (kv, width),
+            "attn_output": (width, num_q),
+            "ffn_gate": (ff, width),
+            "ffn_up": (ff, width),
+            "ffn_down": (width, ff),
+        }
+        for layer in range(shape.block_count):
+            for kind, (rows, columns) in sizes.items():
+                self._add(f"blk.{layer}.{kind}.weight", shape.type_of(layer, kind), rows, columns)
+            for kind in ("attn_norm", "ffn_norm"):
+                self._add_norm(f"blk.{layer}.{kind}.weight", width)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def place(self, name: str, device: torch.device | str) -> QuantTensor:
+        return self.tensors[name]
+
+    def _add(self, name: str, type: str, rows: int, columns: int) -> None:
+        blocks = random_blocks(type, rows, columns, generator=self._generator, magnitude=_MAGNITUDE.get(type, 6e-5))
+        self.tensors[name] = QuantTensor(name, type, (rows, columns), blocks)
+
+    def _add_norm(self, name: str, width: int) -> None:
+        values = torch.rand(width, device=self._device, generator=self._generator) + 0.5
+        self.tensors[name] = QuantTensor(name, "F32", (width,), values.view(torch.uint8))

@@ -1,0 +1,137 @@
+"""Saved activations of layers that wait in pinned host memory until backward wants them.
+
+Copies run on a stream of their own beside the layers' products: to the host while the next layer runs forward, back
+while the layer above runs backward. So a step is slower only where a layer takes less time than its copies: 5.5 ms each
+way for 288 MiB at 55 GB/s (8,192 tokens of an 8B model on an H200), where the layer's products take 6 and 12.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+# Smaller tensors (rank-sized products, sums of attention) stay: a copy costs more than the memory is worth.
+_MIN_BYTES = 4 << 20
+# Layers that may be on the way to the host at once, before compute waits for the oldest.
+_MAX_BEHIND = 2
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One saved tensor: on its way to the host, there, on its way back, or taken (then nothing is left of it)."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    host: torch.Tensor | None
+    source: torch.Tensor | None
+    sent: torch.cuda.Event
+    fetched: torch.Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+
+    def host_values(self) -> torch.Tensor:
+        """The place on the host as the tensor that it holds."""
+        assert self.host is not None
+        return _as(self.host, self.shape, self.dtype)
+
+
+class HostStash:
+    """Where layers' saved tensors wait. One for a model; it keeps its host memory from step to step.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copies = torch.cuda.Stream(device)
+        self._free: list[torch.Tensor] = []
+        self._layers: list[list[_Entry]] = []
+
+    def begin(self) -> None:
+        """Start a forward pass; forget one that never had its backward."""
+        for entry in (entry for layer in self._layers for entry in layer):
+            self._give_back(entry)
+        self._layers = []
+
+    @contextmanager
+    def layer(self) -> Iterator[None]:
+        """Whatever autograd saves inside goes to the host, if it is large."""
+        if len(self._layers) >= _MAX_BEHIND:
+            self._release(self._layers[-_MAX_BEHIND])
+        index = len(self._layers)
+        self._layers.append([])
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Entry:
+            is_large = tensor.is_cuda and tensor.numel() * tensor.itemsize >= _MIN_BYTES
+            return self._send(tensor, index) if is_large else tensor
+
+        def unpack(packed: torch.Tensor | _Entry) -> torch.Tensor:
+            return self._take(packed, index) if isinstance(packed, _Entry) else packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _send(self, tensor: torch.Tensor, index: int) -> _Entry:
+        host = self._place(tensor.numel() * tensor.itemsize)
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copies):
+            _as(host, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+        entry = _Entry(tensor.shape, tensor.dtype, host, tensor, self._copies.record_event())
+        self._layers[index].append(entry)
+        return entry
+
+    def _release(self, layer: list[_Entry]) -> None:
+        """Let the GPU's copies of a layer go: what is computed from now on comes after they have left."""
+        for entry in layer:
+            if entry.source is not None:
+                torch.cuda.current_stream(self.device).wait_event(entry.sent)
+                entry.source = None
+
+    def _fetch(self, layer: list[_Entry]) -> None:
+        """Begin to copy back what is still on the host of a layer."""
+        for entry in layer:
+            if entry.host is None:
+                continue
+            if entry.source is not None:
+                # It never had to leave the GPU: backward came before its memory was wanted.
+                entry.fetched, entry.source = entry.source, None
+            else:
+                # Allocated on the stream that computes, and freed there after that stream has waited for the copy.
+                entry.fetched = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+                self._copies.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(self._copies):
+                    entry.fetched.copy_(entry.host_values(), non_blocking=True)
+                entry.arrived = self._copies.record_event()
+            self._give_back(entry)
+
+    def _take(self, entry: _Entry, index: int) -> torch.Tensor:
+        self._fetch(self._layers[index])
+        if index > 0:
+            self._fetch(self._layers[index - 1])
+        if entry.fetched is None:
+            raise RuntimeError("activations on the host are handed out once: backward cannot run a second time")
+        if entry.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(entry.arrived)
+        tensor, entry.fetched = entry.fetched, None
+        return tensor
+
+    def _place(self, num_bytes: int) -> torch.Tensor:
+        """Pinned memory of at least `num_bytes`. Micro-batches differ in length, so places are not of one size."""
+        fitting = [index for index, place in enumerate(self._free) if place.numel() >= num_bytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
+        if self._free:
+            # In its stead, so that the number of places never exceeds what one step needs.
+            self._free.pop(max(range(len(self._free)), key=lambda index: self._free[index].numel()))
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def _give_back(self, entry: _Entry) -> None:
+        # Copies from and to a place are ordered: they share one stream.
+        if entry.host is not None:
+            self._free.append(entry.host)
+            entry.host = None
+
+
+def _as(place: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return place[: shape.numel() * dtype.itemsize].view(dtype).view(shape)

@@ -1,0 +1,21 @@
+"""What forward keeps of a layer for backward."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a layer keeps besides the inputs of its two halves. For T tokens, in numbers of x's dtype:
+
+    Attributes:
+        attention: q, k, v after rotation and attention's output, T (2 H + 2 N) K. Else qkv and attention are computed
+            again.
+        gate_up: gate and up, 2 T F. Else computed again.
+        weights: the layer's weights, decoded. Else they are decoded again.
+        on_host: all that is kept (the halves' inputs too, gate_up and weights not) waits in pinned host memory.
+    """
+
+    attention: bool = True
+    gate_up: bool = False
+    weights: bool = False
+    on_host: bool = False

@@ -1,0 +1,157 @@
+"""Linears that read one input, and their low-rank pairs, as one extended weight E (`kernels/lora.py`).
+
+    y = [x | x Aᵀ] E[:N]ᵀ        dx = [dy | dy s B] E[:, :K]        dA = (dy s B)ᵀ x        dB_i = s_i dy_iᵀ (x A_iᵀ)
+
+x and dy live in buffers with P more columns than they need, where the low-rank products go.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from pyggtrain.ops.dequantize import FLOAT_TYPES
+
+Pair = tuple[torch.Tensor, torch.Tensor] | None
+"""lora_a [R, K] and lora_b [N, R] of a linear, or None."""
+
+# Rows of an extended weight begin at 128-byte borders with it.
+_PADDING = 64
+
+
+@dataclass(frozen=True, eq=False)
+class LinearGroup:
+    """Frozen weights of one to three linears with a common input of K numbers.
+
+    Attributes:
+        blocks: of each, uint8 [N_i, row_bytes].
+        types: ggml's name of each one's type.
+        row_counts: N_i.
+        num_columns: K.
+        scales: alpha / r of each one's pair; any number for a linear without.
+    """
+
+    blocks: tuple[torch.Tensor, ...]
+    types: tuple[str, ...]
+    row_counts: tuple[int, ...]
+    num_columns: int
+    scales: tuple[float, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """N, of all together."""
+        return sum(self.row_counts)
+
+
+class ExtendedWeight:
+    """The decoded weights of a group with its pairs around them.
+
+    Args:
+        group: the weights.
+        pairs: of each linear; trained masters of any float dtype.
+        dtype: of the products.
+    """
+
+    def __init__(self, group: LinearGroup, pairs: Sequence[Pair], dtype: torch.dtype) -> None:
+        self.group = group
+        self.ranks = [0 if pair is None else pair[0].shape[0] for pair in pairs]
+        self.num_ranks = sum(self.ranks)
+        self.padding = 0 if self.num_ranks == 0 else max(_PADDING, 1 << (self.num_ranks - 1).bit_length())
+        num_rows, width = group.num_rows, group.num_columns
+        self.values = torch.empty(
+            num_rows + self.padding, width + self.padding, dtype=dtype, device=group.blocks[0].device
+        )
+        first = 0
+        for blocks, type, count in zip(group.blocks, group.types, group.row_counts, strict=True):
+            _decode(blocks, type, self.values[first : first + count, :width])
+            first += count
+        if self.padding:
+            from pyggtrain.kernels.lora import lora_extend_
+
+            scaled = [None if pair is None else (*pair, scale) for pair, scale in zip(pairs, group.scales, strict=True)]
+            lora_extend_(self.values, scaled, row_counts=group.row_counts)
+
+    def input_buffer(self, num_tokens: int) -> torch.Tensor:
+        """Uninitialised [T, K + P]: x goes into the first K columns, `fill_low_rank` does the rest."""
+        return self.values.new_empty(num_tokens, self.group.num_columns + self.padding)
+
+    def output_buffer(self, num_tokens: int) -> torch.Tensor:
+        """Uninitialised [T, N + P]: dy goes into the first N columns, `backward` does the rest."""
+        return self.values.new_empty(num_tokens, self.group.num_rows + self.padding)
+
+    def fill_low_rank(self, x: torch.Tensor) -> torch.Tensor:
+        """x Aᵀ into the columns of the buffer x [T, K + P] behind its first K; returns a copy [T, P] to keep."""
+        width = self.group.num_columns
+        if self.padding:
+            torch.mm(x[:, :width], self.values[self.group.num_rows :, :width].t(), out=x[:, width:])
+        return x[:, width:].contiguous()
+
+    def forward(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """y [T, N] from the buffer x [T, K + P], low-rank columns filled."""
+        rows = self.values[: self.group.num_rows].t()
+        return torch.mm(x, rows) if out is None else torch.mm(x, rows, out=out)
+
+    def backward(self, dy: torch.Tensor) -> torch.Tensor:
+        """Fill the columns of the buffer dy [T, N + P] behind its first N, and return dx [T, K]."""
+        num_rows, width = self.group.num_rows, self.group.num_columns
+        if self.padding:
+            torch.mm(dy[:, :num_rows], self.values[:num_rows, width:], out=dy[:, num_rows:])
+        return torch.mm(dy, self.values[:, :width])
+
+    def pair_gradients(self, dy: torch.Tensor, x: torch.Tensor, low_rank: torch.Tensor) -> list[torch.Tensor | None]:
+        """Gradients of lora_a and lora_b of each linear in turn, float32; None for one without a pair.
+
+        Args:
+            dy: [T, N + P] after `backward`.
+            x: [T, K].
+            low_rank: [T, P], what `fill_low_rank` returned.
+        """
+        from pyggtrain.kernels.lora import mm_float32
+
+        num_rows = self.group.num_rows
+        if not self.padding:
+            return [None, None] * len(self.ranks)
+        d_lora_a = mm_float32(dy[:, num_rows : num_rows + self.num_ranks].t(), x)
+        gradients: list[torch.Tensor | None] = []
+        column = row = 0
+        for rank, count, scale in zip(self.ranks, self.group.row_counts, self.group.scales, strict=True):
+            if rank:
+                scaled = low_rank[:, column : column + rank] * scale
+                gradients += [d_lora_a[column : column + rank], mm_float32(dy[:, row : row + count].t(), scaled)]
+            else:
+                gradients += [None, None]
+            column, row = column + rank, row + count
+        return gradients
+
+
+def add_gradients(
+    total: list[torch.Tensor | None] | None, part: list[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Sum of what several parts of the tokens give; `total` is changed."""
+    if total is None:
+        return part
+    return [None if a is None or b is None else a.add_(b) for a, b in zip(total, part, strict=True)]
+
+
+def pairs_of(lora: Sequence[torch.Tensor | None]) -> list[Pair]:
+    """lora_a, lora_b, lora_a, ... as pairs."""
+    return [None if a is None or b is None else (a, b) for a, b in zip(lora[::2], lora[1::2], strict=True)]
+
+
+def heads_of(x: torch.Tensor, counts: Sequence[int], width: int) -> list[torch.Tensor]:
+    """Parts of the rows x [T, at least (Σ counts) width] as [T, count, width] views."""
+    starts = accumulate(counts, initial=0)
+    return [
+        x[:, start * width : (start + count) * width].unflatten(1, (count, width))
+        for start, count in zip(starts, counts, strict=False)
+    ]
+
+
+def _decode(blocks: torch.Tensor, type: str, out: torch.Tensor) -> None:
+    if type in FLOAT_TYPES:
+        out.copy_(blocks.view(FLOAT_TYPES[type]))
+        return
+    from pyggtrain.kernels.dequant import dequantize
+
+    dequantize(blocks, type, out=out)

@@ -1,0 +1,125 @@
+"""The fused halves of a layer against the same layer made of single operations: float32, in Triton's interpreter or on
+a GPU.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from pyggtrain import ops
+from pyggtrain.gguf import quantize_tensor
+from pyggtrain.models.llama import Block, Config
+from pyggtrain.nn import FusedLayer, QuantLinear
+from pyggtrain.nn.quant_linear import LoraPair
+from pyggtrain.ops.fused import Kept
+from pyggtrain.ops.rope import RopeTables
+
+WIDTH, HEADS, KV_HEADS, HEAD, FF = 64, 4, 2, 16, 96
+TYPES = {"attn_q": "Q8_0", "attn_k": "Q4_0", "attn_v": "F16", "ffn_gate": "Q5_1", "ffn_down": "Q8_0"}
+
+
+class _Weights:
+    """Stands where a file's tensors stand."""
+
+    def __init__(self, has_bias: bool, is_fused: bool) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.has_bias, self.is_fused = has_bias, is_fused
+
+    def __contains__(self, name: str) -> bool:
+        return self.is_fused and name.endswith("attn_qkv.weight")
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Any:
+        kind = name.split(".")[2]
+        values = torch.randn(*shape, generator=self.generator)
+        if kind.endswith("norm"):
+            return quantize_tensor(name, 1 + values * 0.2, "F32")
+        return quantize_tensor(name, values / shape[1] ** 0.5, TYPES.get(kind, "F32"))
+
+    def take_optional(self, name: str, shape: tuple[int, ...]) -> Any:
+        is_there = self.has_bias and name.split(".")[2] in ("attn_q", "attn_k", "attn_qkv") and name.endswith("bias")
+        return quantize_tensor(name, torch.randn(*shape, generator=self.generator), "F32") if is_there else None
+
+
+def make_block(device: torch.device, *, has_bias: bool = False, is_fused: bool = False, pairs: str = "all") -> Block:
+    config = Config(1, 64, WIDTH, FF, HEADS, KV_HEADS, HEAD, 1e-5, 1e4, "none", 0.0, 1.0, 64)
+    block = Block(config, _Weights(has_bias, is_fused), 0, "exact")  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(4)
+    for index, linear in enumerate(module for module in block.modules() if isinstance(module, QuantLinear)):
+        if pairs == "none" or (pairs == "some" and index % 2):
+            continue
+        rows, columns = linear.shape
+        rank = 3 + index
+        linear.lora = LoraPair(
+            torch.randn(rank, columns, generator=generator) / columns**0.5,
+            torch.randn(rows, rank, generator=generator) / rank**0.5,
+            scale=0.5 + index,
+        )
+    return block.to(device)
+
+
+def run(
+    layer: Block | FusedLayer, block: Block, x: torch.Tensor, bounds: list[int], kept: Kept | None
+) -> list[torch.Tensor]:
+    """Output, gradient of x, gradients of all pairs."""
+    num_tokens = x.shape[0]
+    positions = torch.cat([torch.arange(end - start) for start, end in pairwise(bounds)])
+    angles = positions[:, None] * 1e4 ** (-torch.arange(HEAD // 2) / (HEAD // 2))
+    tables = RopeTables(angles.cos().float().to(x.device), angles.sin().float().to(x.device), "NORM")
+    documents = ops.Documents(torch.tensor(bounds, dtype=torch.int32))
+    x = x.detach().clone().requires_grad_()
+    y = layer(x, tables, documents) if isinstance(layer, Block) else layer(x, tables, documents, kept)
+    weight = torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(5)).to(x.device, x.dtype)
+    parameters = list(block.parameters())
+    gradients = torch.autograd.grad((y * weight).sum(), [x, *parameters])
+    return [y.detach(), *gradients]
+
+
+@pytest.fixture
+def compare(device: torch.device) -> Callable[..., None]:
+    def compare(bounds: list[int], kept: Kept, **options: Any) -> None:
+        block = make_block(device, **options)
+        x = torch.randn(bounds[-1], WIDTH, generator=torch.Generator().manual_seed(6)).to(device)
+        expected = run(block, block, x, bounds, None)
+        for result, wanted in zip(run(block.fused(), block, x, bounds, kept), expected, strict=True):
+            assert result.dtype == torch.float32
+            torch.testing.assert_close(result, wanted, rtol=2e-4, atol=2e-5 * float(wanted.abs().max()))
+
+    return compare
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [Kept(), Kept(gate_up=True), Kept(attention=False), Kept(gate_up=True, weights=True)],
+    ids=["matmuls", "none", "layers", "weights too"],
+)
+def test_values_and_gradients_are_those_of_single_operations(compare: Callable[..., None], kept: Kept) -> None:
+    compare([0, 5, 14, 16], kept)
+
+
+@pytest.mark.parametrize("options", [{"pairs": "some"}, {"has_bias": True}, {"is_fused": True, "has_bias": True}])
+def test_missing_pairs_biases_and_one_linear_for_all(compare: Callable[..., None], options: dict[str, Any]) -> None:
+    compare([0, 11], Kept(), **options)
+
+
+def test_long_rows_are_taken_in_parts(compare: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("pyggtrain.ops.fused.feed_forward"), "MAX_TOKENS", 6)
+    compare([0, 16], Kept())
+    compare([0, 16], Kept(gate_up=True))
+
+
+def test_without_pairs_there_is_still_a_gradient_of_the_input(compare: Callable[..., None]) -> None:
+    compare([0, 9], Kept(), pairs="none")
+
+
+def test_kept_gate_and_up_serve_once(device: torch.device) -> None:
+    block = make_block(device)
+    x = torch.randn(4, WIDTH, device=device, requires_grad=True)
+    tables = RopeTables(torch.ones(4, HEAD // 2, device=device), torch.zeros(4, HEAD // 2, device=device), "NORM")
+    y = block.fused()(x, tables, ops.Documents(torch.tensor([0, 4], dtype=torch.int32)), Kept(gate_up=True))
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward runs once"):
+        y.sum().backward()
