@@ -74,10 +74,10 @@ def last_weights(count: int) -> Callable[[int], list[Kept]]:
 
 SETTINGS = {
     "4x2048_8gib": Setting(4, 2048, 7.8, on_host),
-    "4x2048_24gib": Setting(4, 2048, 24, last_gate_up(19)),
-    "4x2048_36gib": Setting(4, 2048, 36, last_weights(12), head_parts=1),
+    "4x2048_24gib": Setting(4, 2048, 24, last_gate_up(18)),
+    "4x2048_36gib": Setting(4, 2048, 36, last_weights(11)),
     "1x2048_6gib": Setting(1, 2048, 6.3, on_host),
-    "1x2048_13gib": Setting(1, 2048, 13.3, everything, head_parts=1),
+    "1x2048_13gib": Setting(1, 2048, 13.3, everything),
     "1x8192_8gib": Setting(1, 8192, 7.8, on_host),
     "1x80k_24gib": Setting(1, 80 * 1024, 24, inputs_on_host),
     "1x2048_70b": Setting(1, 2048, 40, on_host, shape=LLAMA_3_3_70B),
@@ -104,7 +104,7 @@ def check_small_model(device: torch.device) -> tuple[float, float]:
         loss_sum, _ = model.loss(batch)
         loss_sum.backward()
         gradient = torch.cat([parameter.grad.flatten() for parameter in adapter.parameters()])
-        results.append((float(loss_sum), gradient.double()))
+        results.append((loss_sum.item(), gradient.double()))
     (loss, gradient), (exact_loss, exact_gradient) = results
     return abs(loss / exact_loss - 1), float((gradient - exact_gradient).norm() / exact_gradient.norm())
 
@@ -121,9 +121,10 @@ def make_batch(setting: Setting, seed: int) -> Batch:
 
 def measure(name: str, *, layers: int | None, repeats: int, profile: Path | None) -> dict[str, object]:
     """Median step time, tokens per second and peak memory of one setting."""
-    setting, device = SETTINGS[name], torch.device("cuda")
+    setting, device = SETTINGS[name], torch.device("cuda", 0)
     shape = setting.shape if layers is None else replace(setting.shape, block_count=layers)
     torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     rows = -(-shape.vocabulary // setting.head_parts)
     workspace.set_limit_bytes(2 * shape.embedding_length * rows, "cuda")
     total = torch.cuda.get_device_properties(device).total_memory
@@ -183,7 +184,7 @@ def main() -> int:
     parser.add_argument("--profile", type=Path, help="folder for a table of kernels, one file for each setting")
     args = parser.parse_args()
 
-    loss, gradient = check_small_model(torch.device("cuda"))
+    loss, gradient = check_small_model(torch.device("cuda", 0))
     append_line(
         args.output,
         {"benchmark": "training_check", "loss_error": loss, "gradient_error": gradient} | environment(),

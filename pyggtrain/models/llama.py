@@ -27,6 +27,7 @@ from pyggtrain.nn import (
     Embedding,
     FusedLayer,
     FusedLayers,
+    HostStash,
     Model,
     QuantLinear,
     RMSNorm,
@@ -223,10 +224,15 @@ class Block(nn.Module):
         )
 
     def forward(
-        self, x_TD: torch.Tensor, tables: ops.RopeTables, documents: ops.Documents, kept: Kept | None = None
+        self,
+        x_TD: torch.Tensor,
+        tables: ops.RopeTables,
+        documents: ops.Documents,
+        kept: Kept | None = None,
+        stash: HostStash | None = None,
     ) -> torch.Tensor:
         if kept is not None:
-            return self.fused()(x_TD, tables, documents, kept)
+            return self.fused()(x_TD, tables, documents, kept, stash)
         x_TD = x_TD + self._attention(self.attn_norm(x_TD), tables, documents)
         y_TD = self.ffn_norm(x_TD)
         output_TD: torch.Tensor = self.ffn_down(ops.swiglu(self.ffn_gate(y_TD), self.ffn_up(y_TD)), residual_TN=x_TD)

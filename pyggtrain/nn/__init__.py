@@ -4,6 +4,7 @@ from pyggtrain.nn.batch import Batch
 from pyggtrain.nn.checkpointing import GPU_POLICIES, POLICIES, kept_by, run_layer
 from pyggtrain.nn.embedding import Embedding
 from pyggtrain.nn.fused_layer import FusedLayer, FusedLayers
+from pyggtrain.nn.host_stash import HostStash
 from pyggtrain.nn.model import Model, activation_dtype, why_untrainable
 from pyggtrain.nn.quant_linear import LoraPair, QuantLinear
 from pyggtrain.nn.rms_norm import RMSNorm
@@ -16,6 +17,7 @@ __all__ = [
     "Embedding",
     "FusedLayer",
     "FusedLayers",
+    "HostStash",
     "LoraPair",
     "Model",
     "QuantLinear",

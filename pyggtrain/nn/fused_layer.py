@@ -59,8 +59,21 @@ class FusedLayer:
             and not any(linear.lora is not None and linear.lora.has_dropout for linear in self.linears)
         )
 
-    def __call__(self, x_TD: torch.Tensor, tables: RopeTables, documents: Documents, kept: Kept) -> torch.Tensor:
-        """The layer's output [T, D]."""
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        tables: RopeTables,
+        documents: Documents,
+        kept: Kept,
+        stash: HostStash | None = None,
+    ) -> torch.Tensor:
+        """The layer's output [T, D].
+
+        Args:
+            x_TD: its input.
+            tables, documents, kept: see `ops.fused.attention_block`.
+            stash: where what is kept goes; None: it stays.
+        """
         attention = AttentionBlock(
             self.attn_norm.weight,
             self.attn_norm.eps,
@@ -72,9 +85,11 @@ class FusedLayer:
             self.head_width,
             self.softmax_scale,
         )
-        h_TD = attention_block(x_TD, attention, tables, documents, _pairs((*self.qkv, self.output)), kept=kept)
+        with stash.part() if stash is not None else nullcontext():
+            h_TD = attention_block(x_TD, attention, tables, documents, _pairs((*self.qkv, self.output)), kept=kept)
         feed = FeedForward(self.ffn_norm.weight, self.ffn_norm.eps, _group((self.gate, self.up)), _group((self.down,)))
-        return feed_forward(h_TD, feed, _pairs((self.gate, self.up, self.down)), kept=kept)
+        with stash.part() if stash is not None else nullcontext():
+            return feed_forward(h_TD, feed, _pairs((self.gate, self.up, self.down)), kept=kept)
 
 
 class HasFusedForm(Protocol):
@@ -84,8 +99,10 @@ class HasFusedForm(Protocol):
         """Its fused form."""
         ...
 
-    def __call__(self, x_TD: torch.Tensor, tables: RopeTables, documents: Documents, kept: Kept) -> torch.Tensor:
-        """Its output, fused, keeping for backward what it is told to."""
+    def __call__(
+        self, x_TD: torch.Tensor, tables: RopeTables, documents: Documents, kept: Kept, stash: HostStash | None
+    ) -> torch.Tensor:
+        """Its output, fused, keeping for backward what it is told to, where it is told to."""
         ...
 
 
@@ -119,8 +136,7 @@ class FusedLayers:
             self._stash = self._stash or HostStash(x_TD.device)
             self._stash.begin()
         for layer, one in zip(self.layers, kept, strict=True):
-            with self._stash.layer() if self._stash is not None and uses_host and one.on_host else nullcontext():
-                x_TD = layer(x_TD, tables, documents, one)
+            x_TD = layer(x_TD, tables, documents, one, self._stash if uses_host and one.on_host else None)
         return x_TD
 
 

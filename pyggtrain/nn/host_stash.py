@@ -1,7 +1,7 @@
-"""Saved activations of layers that wait in pinned host memory until backward wants them.
+"""Saved activations that wait in pinned host memory until backward wants them.
 
-Copies run on a stream of their own beside the layers' products: to the host while the next layer runs forward, back
-while the layer above runs backward. So a step is slower only where a layer takes less time than its copies: 5.5 ms each
+A model's saved tensors are stashed in parts (two for a layer), first to last. Copies run on a stream of their own beside
+the products: to the host while the next parts run forward, back while the part above runs backward. So a step is slower only where a layer takes less time than its copies: 5.5 ms each
 way for 288 MiB at 55 GB/s (8,192 tokens of an 8B model on an H200), where the layer's products take 6 and 12.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 # Smaller tensors (rank-sized products, sums of attention) stay: a copy costs more than the memory is worth.
 _MIN_BYTES = 4 << 20
-# Layers that may be on the way to the host at once, before compute waits for the oldest.
+# Parts that may be on the way to the host at once, before compute waits for the oldest.
 _MAX_BEHIND = 2
 
 
@@ -36,7 +36,7 @@ class _Entry:
 
 
 class HostStash:
-    """Where layers' saved tensors wait. One for a model; it keeps its host memory from step to step.
+    """Where saved tensors wait. One for a model; it keeps its host memory from step to step.
 
     Args:
         device: the GPU.
@@ -46,21 +46,21 @@ class HostStash:
         self.device = device
         self._copies = torch.cuda.Stream(device)
         self._free: list[torch.Tensor] = []
-        self._layers: list[list[_Entry]] = []
+        self._parts: list[list[_Entry]] = []
 
     def begin(self) -> None:
         """Start a forward pass; forget one that never had its backward."""
-        for entry in (entry for layer in self._layers for entry in layer):
+        for entry in (entry for part in self._parts for entry in part):
             self._give_back(entry)
-        self._layers = []
+        self._parts = []
 
     @contextmanager
-    def layer(self) -> Iterator[None]:
+    def part(self) -> Iterator[None]:
         """Whatever autograd saves inside goes to the host, if it is large."""
-        if len(self._layers) >= _MAX_BEHIND:
-            self._release(self._layers[-_MAX_BEHIND])
-        index = len(self._layers)
-        self._layers.append([])
+        if len(self._parts) >= _MAX_BEHIND:
+            self._release(self._parts[-_MAX_BEHIND])
+        index = len(self._parts)
+        self._parts.append([])
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Entry:
             is_large = tensor.is_cuda and tensor.numel() * tensor.itemsize >= _MIN_BYTES
@@ -78,19 +78,19 @@ class HostStash:
         with torch.cuda.stream(self._copies):
             _as(host, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
         entry = _Entry(tensor.shape, tensor.dtype, host, tensor, self._copies.record_event())
-        self._layers[index].append(entry)
+        self._parts[index].append(entry)
         return entry
 
-    def _release(self, layer: list[_Entry]) -> None:
-        """Let the GPU's copies of a layer go: what is computed from now on comes after they have left."""
-        for entry in layer:
+    def _release(self, part: list[_Entry]) -> None:
+        """Let the GPU's copies of a part go: what is computed from now on comes after they have left."""
+        for entry in part:
             if entry.source is not None:
                 torch.cuda.current_stream(self.device).wait_event(entry.sent)
                 entry.source = None
 
-    def _fetch(self, layer: list[_Entry]) -> None:
-        """Begin to copy back what is still on the host of a layer."""
-        for entry in layer:
+    def _fetch(self, part: list[_Entry]) -> None:
+        """Begin to copy back what is still on the host of a part."""
+        for entry in part:
             if entry.host is None:
                 continue
             if entry.source is not None:
@@ -106,9 +106,9 @@ class HostStash:
             self._give_back(entry)
 
     def _take(self, entry: _Entry, index: int) -> torch.Tensor:
-        self._fetch(self._layers[index])
+        self._fetch(self._parts[index])
         if index > 0:
-            self._fetch(self._layers[index - 1])
+            self._fetch(self._parts[index - 1])
         if entry.fetched is None:
             raise RuntimeError("activations on the host are handed out once: backward cannot run a second time")
         if entry.arrived is not None:

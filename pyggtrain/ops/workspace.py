@@ -64,7 +64,13 @@ def rows_per_chunk(
 
 
 def rows(num_rows: int, num_columns: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Uninitialised [num_rows, num_columns] inside the buffer. The next call hands out the same memory."""
+    """Uninitialised [num_rows, num_columns] inside the buffer. The next call hands out the same memory.
+
+    On a GPU each call hands out memory of its own: torch's allocator keeps and reuses it, and what a loss needs serves
+    a layer's backward a moment later.
+    """
+    if device.type == "cuda":
+        return torch.empty(num_rows, num_columns, dtype=dtype, device=device)
     needed = num_rows * num_columns * dtype.itemsize
     buffer = _buffers.by_device.get(device)
     if buffer is None or buffer.numel() < needed:

@@ -33,7 +33,6 @@ def test_tokens_move_to_the_device_and_bounds_stay():
     assert (moved.num_tokens, moved.num_documents, moved.num_targets, moved.longest_document) == (5, 2, 2, 3)
 
 
-
 @pytest.mark.parametrize(
     ("documents", "named"),
     [
