@@ -4,17 +4,17 @@ Added afterwards, the low-rank term costs a pass over y that takes as long as a 
 (H200, R = 16: 0.20 ms after 1.2 ms). Instead the dequantisation workspace is made a little larger, and one matrix
 product does both. For linears that share x (q, k and v; gate and up) with weights W, ranks and products stacked:
 
-        E = [ W   s B* ]  N rows           y      = [x | x Aᵀ] E[:N]ᵀ
-            [ A    .   ]  P rows           dy s B = dy E[:N, K:]
-              K     P  columns             dx     = [dy | dy s B] E[:, :K]
+        E = [ W    B* ]  N rows           y    = [x | s x Aᵀ] E[:N]ᵀ
+            [ s A   . ]  P rows           dy B = dy E[:N, K:]
+              K     P  columns            dx   = [dy | dy B] E[:, :K]
 
 B* is block diagonal, one block of columns per linear, as wide as its rank (0 for a linear without a pair); P >= the
 sum of ranks is padded with zeros so that rows of E start at 128-byte borders (H200: K + 64 columns cost 0-2 % over K,
 K + 16 up to 4 %). The bottom right corner is never read.
 
-Gradients, s dy B =: dyb [T, R], xa = x Aᵀ [T, R] saved by forward, B A never formed:
+Gradients, dyb = dy B [T, R], xa = s x Aᵀ [T, R] saved by forward, B A never formed:
 
-    dB = s dyᵀ xa       dA = dybᵀ x       dx = dy W + dyb A
+    dB = dyᵀ xa       dA = s dybᵀ x       dx = dy W + s dyb A
 
 Products of bfloat16 accumulate in float32; dA and dB leave in float32, as the adapters' masters are.
 """
@@ -59,35 +59,38 @@ def lora_extend_kernel(
 ):
     # the two branches keep to names of their own: Triton wants one shape per name
     if tl.program_id(0) < NUM_A_PROGRAMS:
-        # bottom rows: one A after the other, then zeros
+        # bottom rows: one s A after the other, then zeros
         o_row = tl.arange(0, P)[:, None]
         o_k = tl.program_id(0) * BK + tl.arange(0, BK)[None, :]
         o_1 = o_row - rank0
         o_2 = o_1 - rank1
         m_k = o_k < K
-        b_a = tl.load(p_a0 + o_row.to(tl.int64) * K + o_k, mask=m_k & (o_row < rank0), other=0.0).to(tl.float32)
-        b_a += tl.load(p_a1 + o_1.to(tl.int64) * K + o_k, mask=m_k & (o_1 >= 0) & (o_1 < rank1), other=0.0)
-        b_a += tl.load(p_a2 + o_2.to(tl.int64) * K + o_k, mask=m_k & (o_2 >= 0) & (o_2 < rank2), other=0.0)
+        m_0 = m_k & (o_row < rank0)
+        m_1 = m_k & (o_1 >= 0) & (o_1 < rank1)
+        m_2 = m_k & (o_2 >= 0) & (o_2 < rank2)
+        b_a = tl.load(p_a0 + o_row.to(tl.int64) * K + o_k, mask=m_0, other=0.0).to(tl.float32) * scale0
+        b_a += tl.load(p_a1 + o_1.to(tl.int64) * K + o_k, mask=m_1, other=0.0).to(tl.float32) * scale1
+        b_a += tl.load(p_a2 + o_2.to(tl.int64) * K + o_k, mask=m_2, other=0.0).to(tl.float32) * scale2
         p_bottom = p_extended + (N + o_row).to(tl.int64) * extended_stride + o_k
         tl.store(p_bottom, b_a.to(p_extended.dtype.element_ty), mask=m_k)
     else:
-        # right columns: s B of each pair on the diagonal, zeros elsewhere
+        # right columns: B of each pair on the diagonal, zeros elsewhere
         o_n = (tl.program_id(0) - NUM_A_PROGRAMS) * BN + tl.arange(0, BN)[:, None]
         o_c = tl.arange(0, P)[None, :]
         o_c1 = o_c - rank0
         o_c2 = o_c1 - rank1
-        m_0 = (o_n < row1) & (o_c < rank0)
-        m_1 = (o_n >= row1) & (o_n < row2) & (o_c1 >= 0) & (o_c1 < rank1)
-        m_2 = (o_n >= row2) & (o_n < N) & (o_c2 >= 0) & (o_c2 < rank2)
-        b_b = tl.load(p_b0 + o_n.to(tl.int64) * rank0 + o_c, mask=m_0, other=0.0).to(tl.float32) * scale0
-        b_b += tl.load(p_b1 + (o_n - row1).to(tl.int64) * rank1 + o_c1, mask=m_1, other=0.0).to(tl.float32) * scale1
-        b_b += tl.load(p_b2 + (o_n - row2).to(tl.int64) * rank2 + o_c2, mask=m_2, other=0.0).to(tl.float32) * scale2
+        m_b0 = (o_n < row1) & (o_c < rank0)
+        m_b1 = (o_n >= row1) & (o_n < row2) & (o_c1 >= 0) & (o_c1 < rank1)
+        m_b2 = (o_n >= row2) & (o_n < N) & (o_c2 >= 0) & (o_c2 < rank2)
+        b_b = tl.load(p_b0 + o_n.to(tl.int64) * rank0 + o_c, mask=m_b0, other=0.0).to(tl.float32)
+        b_b += tl.load(p_b1 + (o_n - row1).to(tl.int64) * rank1 + o_c1, mask=m_b1, other=0.0).to(tl.float32)
+        b_b += tl.load(p_b2 + (o_n - row2).to(tl.int64) * rank2 + o_c2, mask=m_b2, other=0.0).to(tl.float32)
         p_right = p_extended + o_n.to(tl.int64) * extended_stride + K + o_c
         tl.store(p_right, b_b.to(p_extended.dtype.element_ty), mask=o_n < N)
 
 
 def lora_extend_(extended: torch.Tensor, pairs: Sequence[Pair | None], *, row_counts: Sequence[int]) -> None:
-    """Write A and s B* around the weights in `extended` (E above); the weights themselves are left alone.
+    """Write s A and B* around the weights in `extended` (E above); the weights themselves are left alone.
 
     Args:
         extended: [N + P, K + P], columns side by side, P a power of two of at least the sum of ranks.

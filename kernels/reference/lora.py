@@ -11,7 +11,7 @@ def lora_extend_(
     *,
     row_counts: Sequence[int],
 ) -> None:
-    """A below and s B* to the right of the weights."""
+    """s A below and B* to the right of the weights."""
     num_rows = sum(row_counts)
     width = extended.shape[1] - (extended.shape[0] - num_rows)
     extended[:num_rows, width:] = 0
@@ -21,8 +21,8 @@ def lora_extend_(
         if pair is not None:
             lora_a, lora_b, scale = pair
             rank = lora_a.shape[0]
-            extended[num_rows + column : num_rows + column + rank, :width] = lora_a
-            extended[row : row + count, width + column : width + column + rank] = lora_b * scale
+            extended[num_rows + column : num_rows + column + rank, :width] = lora_a * scale
+            extended[row : row + count, width + column : width + column + rank] = lora_b
             column += rank
         row += count
 

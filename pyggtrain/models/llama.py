@@ -312,7 +312,7 @@ class Llama(Model):
         """The head's input, [T, D]."""
         x_TD = self.token_embd(batch.tokens_T)
         tables = self.rope.tables(batch)
-        documents = ops.Documents(batch.cu_seqlens)
+        documents = batch.documents
         if self._fused.can_fuse(x_TD):
             x_TD = self._fused(x_TD, tables, documents, self.kept or kept_by(self.checkpoint_policy, len(self.blk)))
         else:
@@ -323,13 +323,15 @@ class Llama(Model):
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
         x_TD, targets_T = self.hidden(batch), batch.targets_T
-        if batch.num_targets < batch.num_tokens:
+        if batch.supervised.shape[0] != batch.num_tokens or batch.num_targets != batch.num_tokens:
             x_TD, targets_T = x_TD.index_select(0, batch.supervised), targets_T.index_select(0, batch.supervised)
         if self.output is not None:
-            return self.output.cross_entropy(x_TD, targets_T, chunk=self.loss_chunk)
-        return ops.linear_cross_entropy(
-            x_TD, self.token_embd.quant, targets_T, chunk=self.loss_chunk, compute=self.compute
-        )
+            loss_sum, _ = self.output.cross_entropy(x_TD, targets_T, chunk=self.loss_chunk)
+        else:
+            loss_sum, _ = ops.linear_cross_entropy(
+                x_TD, self.token_embd.quant, targets_T, chunk=self.loss_chunk, compute=self.compute
+            )
+        return loss_sum, batch.num_targets
 
     def logits(self, batch: Batch) -> torch.Tensor:
         x_TD = self.hidden(batch)

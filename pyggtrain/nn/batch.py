@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from pyggtrain.errors import DataError
+from pyggtrain.ops.attention import Documents
 from pyggtrain.ops.linear_cross_entropy import IGNORED
 
 
@@ -71,6 +72,11 @@ class Batch:
     def num_documents(self) -> int:
         return self.cu_seqlens.shape[0] - 1
 
+    @cached_property
+    def documents(self) -> Documents:
+        """Their bounds, as attention wants them."""
+        return Documents(self.cu_seqlens)
+
     @property
     def longest_document(self) -> int:
         """Tokens of the longest document."""
@@ -78,20 +84,28 @@ class Batch:
 
     @cached_property
     def supervised(self) -> torch.Tensor:
-        """Positions that have a target, int64 [number of targets]."""
+        """Rows of the head's input, int64: the positions that have a target. May repeat one without, see
+        `with_supervised`.
+        """
         return (self.targets_T != IGNORED).nonzero().squeeze(1)
 
-    @property
+    @cached_property
     def num_targets(self) -> int:
         """Tokens that the loss is summed over."""
-        return self.supervised.shape[0]
+        return int((self.targets_T != IGNORED).sum())
+
+    def with_supervised(self, supervised: torch.Tensor, num_targets: int | None = None) -> "Batch":
+        """The same batch with given rows of the head's input: all positions that have a target, and any others."""
+        other = replace(self)
+        other.__dict__["supervised"] = supervised
+        if num_targets is not None:
+            other.__dict__["num_targets"] = num_targets
+        return other
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`, without waiting for the device later: what has a size is counted before."""
         if self.tokens_T.device == torch.device(device):
             return self
-        supervised = self.supervised
         names = ("tokens_T", "positions_T", "targets_T")
         moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
-        moved.__dict__["supervised"] = supervised.to(device, non_blocking=True)
-        return moved
+        return moved.with_supervised(self.supervised.to(device, non_blocking=True), self.num_targets)

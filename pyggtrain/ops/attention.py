@@ -49,9 +49,13 @@ class Documents:
         if "_mask" not in self.__dict__:
             from pyggtrain.kernels.attention.mask import AttentionMask
 
-            self.__dict__["_mask"] = AttentionMask.from_documents(self.cu_seqlens.to(device), self.bounds[-1])
+            self.use_mask(AttentionMask.from_documents(self.cu_seqlens.to(device), self.bounds[-1]))
         mask: AttentionMask = self.__dict__["_mask"]
         return mask
+
+    def use_mask(self, mask: "AttentionMask") -> None:
+        """Take a mask that is there already, such as one that a CUDA graph reads at a fixed place."""
+        self.__dict__["_mask"] = mask
 
 
 def attention(

@@ -232,8 +232,8 @@ def linear_cross_entropy(
     Args:
         x_TD: float32 [T, D], the head's input; on a GPU also bfloat16 or float16.
         weight: [V, D]; the head, or the embedding it is tied to.
-        targets_T: int64 [T], the token to predict after each position, -100 where there is none. On a GPU every token
-            must have one: the caller knows which before the device does.
+        targets_T: int64 [T], the token to predict after each position, -100 where there is none. On a GPU the caller
+            leaves out most of these: it knows which they are before the device does.
         chunk: tokens whose logits exist at the same time. None: see `default_chunk`. Loss and gradient do not depend
             on it beyond rounding.
         lora_a_RD, lora_b_VR, scale, dropout_mask_TD: low-rank update of the head, as in `lora_linear`.
@@ -256,7 +256,7 @@ def linear_cross_entropy(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}: needed at least 1 token")
     if x_TD.is_cuda:
-        # Counting or checking targets here would make the host wait; the caller has left out tokens without one.
+        # Counting targets here would make the host wait for the device.
         num_targets = targets_T.shape[0]
     else:
         supervised = (targets_T != IGNORED).nonzero().squeeze(1)
@@ -267,7 +267,8 @@ def linear_cross_entropy(
     if num_targets == 0:
         return x_TD.sum(), 0
     if x_TD.is_cuda:
-        torch._assert_async(((targets_T >= 0) & (targets_T < num_vocab)).all(), "a target lies outside the vocabulary")
+        is_known = (targets_T >= 0) & (targets_T < num_vocab) | (targets_T == IGNORED)
+        torch._assert_async(is_known.all(), "a target lies outside the vocabulary")
     else:
         lowest, highest = (int(bound) for bound in targets_T.aminmax())
         if lowest < 0 or highest >= num_vocab:

@@ -19,6 +19,7 @@ import torch
 from pyggtrain.errors import PyggtrainError
 from pyggtrain.nn.batch import Batch
 from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.step_graph import StepGraphs
 
 
 class LossModule(Protocol):
@@ -87,6 +88,7 @@ class Optimizer:
         self.max_grad_norm = config.max_grad_norm
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
+        self.graphs: StepGraphs | None = None
         self._adamw = torch.optim.AdamW(
             list(self.parameters.values()),
             lr=config.learning_rate,
@@ -131,11 +133,8 @@ class Optimizer:
             if batch.num_targets == 0:
                 continue
             torch.manual_seed(seed)
-            loss_sum, _ = model.loss(batch)
-            mean = loss_sum / num_targets
-            mean.backward()  # type: ignore[no-untyped-call]
             # Kept on the device: reading it here would make the host wait for every micro-batch.
-            loss_total = loss_total + mean.detach()
+            loss_total = loss_total + self._backward(model, batch, num_targets)
         grad_norm = self._clip()
         loss = float(loss_total)
         non_finite = None if math.isfinite(grad_norm) and math.isfinite(loss) else self._first_non_finite()
@@ -147,9 +146,21 @@ class Optimizer:
         num_tokens = sum(batch.num_tokens for batch in micro_batches)
         return StepResult(loss, grad_norm, num_tokens, num_targets, non_finite)
 
+    def _backward(self, model: LossModule, batch: Batch, num_targets: int) -> torch.Tensor:
+        """Add one micro-batch's gradients; return its part of the step's mean loss."""
+        if self.graphs is not None:
+            return self.graphs.add_gradients(batch, 1 / num_targets)
+        loss_sum, _ = model.loss(batch)
+        mean = loss_sum / num_targets
+        mean.backward()  # type: ignore[no-untyped-call]
+        return mean.detach()
+
     def clear_gradients(self) -> None:
-        """Free all gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        """Free all gradients, or empty them where CUDA graphs add to them."""
+        if self.graphs is not None:
+            self.graphs.clear()
+        else:
+            self._adamw.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return AdamW's moments and step count by parameter name, and how many steps were skipped."""

@@ -41,7 +41,7 @@ def test_gradients_are_as_close_to_float64_as_torch(
 def test_extended_weight_does_both_products(
     row_counts: tuple[int, ...], ranks: tuple[int, ...], device: torch.device
 ) -> None:
-    """[x | x Aᵀ] Eᵀ is the adapted forward, and [dy | dy s B] E its gradient, in one product each."""
+    """[x | s x Aᵀ] Eᵀ is the adapted forward, and [dy | dy B] E its gradient, in one product each."""
     width, num_rows, num_ranks = 24, sum(row_counts), sum(ranks)
     weight = torch.randn(num_rows, width, device=device)
     pairs = [
@@ -61,7 +61,7 @@ def test_extended_weight_does_both_products(
         torch.zeros(count, width, device=device) if pair is None else pair[2] * pair[1] @ pair[0]
         for count, pair in zip(row_counts, pairs, strict=True)
     ]
-    lora_a = torch.cat([pair[0] for pair in pairs if pair is not None])
+    lora_a = torch.cat([pair[0] * pair[2] for pair in pairs if pair is not None])
     adapted = weight + torch.cat(deltas)
     x, dy = torch.randn(7, width, device=device), torch.randn(7, num_rows, device=device)
     x_extended = torch.cat((x, x @ lora_a.t(), torch.zeros(7, 16 - num_ranks, device=device)), 1)

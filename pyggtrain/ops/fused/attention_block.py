@@ -151,8 +151,8 @@ class _AttentionFunction(torch.autograd.Function):
             d_o.addmm_(dy, weight.values[:num_rows, :width])
             rank = weight.num_ranks
             output_gradients = [
-                mm_float32(dy_b[:, :rank].t(), o_THK.flatten(1)),
-                mm_float32(dy.t(), low_rank_o[:, :rank] * block.output.scales[0]),
+                mm_float32(dy_b[:, :rank].t(), o_THK.flatten(1)).mul_(block.output.scales[0]),
+                mm_float32(dy.t(), low_rank_o[:, :rank]),
             ]
         else:
             d_o = dy @ weight.values

@@ -76,6 +76,10 @@ def _parts(num_tokens: int) -> Iterator[slice]:
         yield slice(first, min(first + length, num_tokens))
 
 
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class _FeedForwardFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: _Run, *lora: torch.Tensor | None) -> torch.Tensor:
@@ -114,7 +118,7 @@ class _FeedForwardFunction(torch.autograd.Function):
             run.weights = (gate_up_weight, down)
         run.gate_up = kept_gate_up or None
         ctx.run, ctx.lora = run, lora
-        ctx.save_for_backward(x, torch.cat(low_rank_in), torch.cat(low_rank_down))
+        ctx.save_for_backward(x, _joined(low_rank_in), _joined(low_rank_down))
         return z
 
     @staticmethod

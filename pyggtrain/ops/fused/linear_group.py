@@ -1,6 +1,6 @@
 """Linears that read one input, and their low-rank pairs, as one extended weight E (`kernels/lora.py`).
 
-    y = [x | x Aᵀ] E[:N]ᵀ        dx = [dy | dy s B] E[:, :K]        dA = (dy s B)ᵀ x        dB_i = s_i dy_iᵀ (x A_iᵀ)
+    y = [x | s x Aᵀ] E[:N]ᵀ        dx = [dy | dy B] E[:, :K]        dA = s (dy B)ᵀ x        dB_i = dy_iᵀ (s_i x A_iᵀ)
 
 x and dy live in buffers with P more columns than they need, where the low-rank products go.
 """
@@ -81,7 +81,7 @@ class ExtendedWeight:
         return self.values.new_empty(num_tokens, self.group.num_rows + self.padding)
 
     def fill_low_rank(self, x: torch.Tensor) -> torch.Tensor:
-        """x Aᵀ into the columns of the buffer x [T, K + P] behind its first K; returns a copy [T, P] to keep."""
+        """s x Aᵀ into the columns of the buffer x [T, K + P] behind its first K; returns a copy [T, P] to keep."""
         width = self.group.num_columns
         if self.padding:
             torch.mm(x[:, :width], self.values[self.group.num_rows :, :width].t(), out=x[:, width:])
@@ -112,17 +112,27 @@ class ExtendedWeight:
         num_rows = self.group.num_rows
         if not self.padding:
             return [None, None] * len(self.ranks)
-        d_lora_a = mm_float32(dy[:, num_rows : num_rows + self.num_ranks].t(), x)
+        d_lora_a = self._scaled(mm_float32(dy[:, num_rows : num_rows + self.num_ranks].t(), x))
         gradients: list[torch.Tensor | None] = []
         column = row = 0
-        for rank, count, scale in zip(self.ranks, self.group.row_counts, self.group.scales, strict=True):
+        for rank, count in zip(self.ranks, self.group.row_counts, strict=True):
             if rank:
-                scaled = low_rank[:, column : column + rank] * scale
-                gradients += [d_lora_a[column : column + rank], mm_float32(dy[:, row : row + count].t(), scaled)]
+                d_lora_b = mm_float32(dy[:, row : row + count].t(), low_rank[:, column : column + rank])
+                gradients += [d_lora_a[column : column + rank], d_lora_b]
             else:
                 gradients += [None, None]
             column, row = column + rank, row + count
         return gradients
+
+    def _scaled(self, d_lora_a: torch.Tensor) -> torch.Tensor:
+        """The rows of each pair times its scale, in place."""
+        scales = {scale for rank, scale in zip(self.ranks, self.group.scales, strict=True) if rank}
+        if len(scales) == 1:
+            (scale,) = scales
+            return d_lora_a if scale == 1.0 else d_lora_a.mul_(scale)
+        for part, scale in zip(d_lora_a.split(self.ranks), self.group.scales, strict=True):
+            part.mul_(scale)
+        return d_lora_a
 
 
 def add_gradients(

@@ -1,0 +1,150 @@
+"""Forward and backward of short micro-batches as CUDA graphs.
+
+A step launches some three thousand kernels. From Python that takes longer than the GPU needs for 2,048 tokens of an 8B
+model (220 ms against 120 on one machine, docs/performance.md). A graph of the whole of it is launched at once. A graph
+is made for one shape, so micro-batches are brought to few shapes: tokens are filled up to a multiple of 128 by a
+document that nothing is learnt from, targets to a multiple of 64 by targets that count nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pyggtrain.nn import Batch, Model
+from pyggtrain.ops.linear_cross_entropy import IGNORED
+
+# From here on a step is bound by the GPU, and a graph wins nothing.
+MAX_TOKENS = 6144
+TOKEN_MULTIPLE = 128
+TARGET_MULTIPLE = 64
+# A shape that comes once is not worth capturing; captured are at most this many, the least used goes first.
+MAX_GRAPHS = 8
+
+Shape = tuple[int, int | None, bool, int]
+
+
+@dataclass(eq=False)
+class _Captured:
+    """One graph, and the places that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    loss: torch.Tensor
+
+
+class StepGraphs:
+    """Loss and gradients of micro-batches, from a graph where one pays.
+
+    Gradients lie at fixed places from the first call on; `clear` empties them.
+
+    Args:
+        model: on a GPU, running fused.
+        parameters: name -> trained tensor.
+    """
+
+    def __init__(self, model: Model, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.model = model
+        self._parameters = list(parameters.values())
+        self._gradients: list[torch.Tensor] = []
+        self._graphs: OrderedDict[Shape, _Captured] = OrderedDict()
+        self._seen: set[Shape] = set()
+        self._pool: tuple[int, int] | None = None
+        self._scale = torch.zeros((), device=self._parameters[0].device)
+
+    def clear(self) -> None:
+        """All gradients zero, at the places where graphs add to them."""
+        if not self._gradients:
+            self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
+        torch._foreach_zero_(self._gradients)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def add_gradients(self, batch: Batch, scale: float) -> torch.Tensor:
+        """Add the gradient of `scale` times the batch's summed loss, and return that loss (float32, no gradient).
+
+        Args:
+            batch: on the GPU, made by `filled_up` before it went there.
+            scale: one over the targets of the step.
+        """
+        if batch.num_tokens > MAX_TOKENS:
+            return self._run(batch, torch.full_like(self._scale, scale))
+        length = batch.documents.common_length
+        # Tables of positions are taken whole for one document, and picked token by token for several.
+        is_single = batch.num_documents == 1
+        shape = (batch.num_tokens, length, is_single, batch.supervised.shape[0])
+        self._scale.fill_(scale)
+        captured = self._graphs.get(shape)
+        if captured is None:
+            if shape not in self._seen:
+                self._seen.add(shape)
+                return self._run(batch, self._scale)
+            captured = self._capture(shape, batch)
+        self._graphs.move_to_end(shape)
+        _overwrite(captured.batch, batch)
+        captured.graph.replay()
+        return captured.loss.clone()
+
+    def _run(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
+        loss_sum, _ = self.model.loss(batch)
+        loss = loss_sum * scale
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _capture(self, shape: Shape, batch: Batch) -> _Captured:
+        if len(self._graphs) >= MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        names = ("tokens_T", "positions_T", "targets_T", "cu_seqlens")
+        static = Batch(*(getattr(batch, name).clone() for name in names)).with_supervised(
+            batch.supervised.clone(), batch.num_targets
+        )
+        if batch.documents.common_length is None:
+            mask = batch.documents.mask(batch.tokens_T.device)
+            static.documents.use_mask(type(mask)(mask.first_key.clone(), mask.last_query.clone()))
+        # What ran before keeps its memory in the allocator, where a graph's own pool cannot use it.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            loss = self._run(static, self._scale)
+        self._pool = graph.pool()
+        captured = self._graphs[shape] = _Captured(graph, static, loss)
+        return captured
+
+
+def filled_up(batch: Batch) -> Batch:
+    """The same documents and targets, brought to a shape that comes again; loss and gradients are the same.
+
+    The filler is a document of its own, so no token sees it, and it has no targets; rows of the head that are filled up
+    read a token without one.
+
+    Args:
+        batch: on the host, where it is known what has a target.
+    """
+    num_rows = -batch.num_targets % TARGET_MULTIPLE
+    num_filler = -batch.num_tokens % TOKEN_MULTIPLE
+    if num_filler == 0 and num_rows and int(batch.targets_T[-1]) != IGNORED:
+        num_filler = TOKEN_MULTIPLE
+    if num_filler == 0 and num_rows == 0:
+        return batch
+    tokens_T, positions_T, targets_T, cu_seqlens = batch.tokens_T, batch.positions_T, batch.targets_T, batch.cu_seqlens
+    if num_filler:
+        tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(num_filler)])
+        positions_T = torch.cat([positions_T, torch.arange(num_filler)])
+        targets_T = torch.cat([targets_T, targets_T.new_full((num_filler,), IGNORED)])
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + num_filler])
+    last = tokens_T.shape[0] - 1
+    supervised = torch.cat([batch.supervised, batch.supervised.new_full((num_rows,), last)])
+    return Batch(tokens_T, positions_T, targets_T, cu_seqlens).with_supervised(supervised)
+
+
+def _overwrite(static: Batch, batch: Batch) -> None:
+    """Put a batch where a graph reads."""
+    for name in ("tokens_T", "positions_T", "targets_T", "supervised"):
+        getattr(static, name).copy_(getattr(batch, name))
+    if batch.documents.common_length is None:
+        device = batch.tokens_T.device
+        new, old = batch.documents.mask(device), static.documents.mask(device)
+        old.first_key.copy_(new.first_key)
+        old.last_query.copy_(new.last_query)
