@@ -56,8 +56,9 @@ def default_chunk(num_vocab: int, num_targets: int) -> int:
     return min(max(-(-num_targets // 3), least), most)
 
 
-def _gpu_chunk(num_vocab: int, dtype: torch.dtype) -> int:
-    return max(1, GPU_CHUNK_BYTES // (dtype.itemsize * num_vocab))
+def gpu_chunk(num_vocab: int, num_targets: int, dtype: torch.dtype) -> int:
+    """Tokens whose logits exist at the same time on a GPU: a third of the targets, at most 440 MiB of logits."""
+    return max(1, min(-(-num_targets // 3), GPU_CHUNK_BYTES // (dtype.itemsize * num_vocab)))
 
 
 def _losses_from_logits_(z_CV: torch.Tensor, targets_C: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
@@ -276,7 +277,10 @@ def linear_cross_entropy(
                 f"targets lie between {lowest} and {highest}: needed 0 to {num_vocab - 1}, or -100 for none"
             )
     if chunk is None:
-        chunk = _gpu_chunk(num_vocab, x_TD.dtype) if x_TD.is_cuda else default_chunk(num_vocab, num_targets)
+        if x_TD.is_cuda:
+            chunk = gpu_chunk(num_vocab, num_targets, x_TD.dtype)
+        else:
+            chunk = default_chunk(num_vocab, num_targets)
     needs_grad = torch.is_grad_enabled()
     loss_sum, *_ = _linear_cross_entropy(
         x_TD,

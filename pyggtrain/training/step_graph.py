@@ -6,6 +6,7 @@ is made for one shape, so micro-batches are brought to few shapes: tokens are fi
 document that nothing is learnt from, targets to a multiple of 64 by targets that count nothing.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ TOKEN_MULTIPLE = 128
 TARGET_MULTIPLE = 64
 # A shape that comes once is not worth capturing; captured are at most this many, the least used goes first.
 MAX_GRAPHS = 8
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int | None, bool, int]
 
@@ -50,6 +53,7 @@ class StepGraphs:
         self._gradients: list[torch.Tensor] = []
         self._graphs: OrderedDict[Shape, _Captured] = OrderedDict()
         self._seen: set[Shape] = set()
+        self._too_large: set[Shape] = set()
         self._pool: tuple[int, int] | None = None
         self._scale = torch.zeros((), device=self._parameters[0].device)
 
@@ -77,10 +81,12 @@ class StepGraphs:
         self._scale.fill_(scale)
         captured = self._graphs.get(shape)
         if captured is None:
-            if shape not in self._seen:
+            if shape not in self._seen or shape in self._too_large:
                 self._seen.add(shape)
                 return self._run(batch, self._scale)
             captured = self._capture(shape, batch)
+        if captured is None:
+            return self._run(batch, self._scale)
         self._graphs.move_to_end(shape)
         _overwrite(captured.batch, batch)
         captured.graph.replay()
@@ -92,7 +98,8 @@ class StepGraphs:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _capture(self, shape: Shape, batch: Batch) -> _Captured:
+    def _capture(self, shape: Shape, batch: Batch) -> _Captured | None:
+        """A graph for a shape; None, and a line in the log, if there is no memory for it."""
         if len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
         names = ("tokens_T", "positions_T", "targets_T", "cu_seqlens")
@@ -106,8 +113,20 @@ class StepGraphs:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            loss = self._run(static, self._scale)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                loss = self._run(static, self._scale)
+        except RuntimeError as error:
+            # The end of a capture that broke off has an error of its own, which hides the reason.
+            reason = error if isinstance(error, torch.OutOfMemoryError) else error.__context__
+            if not isinstance(reason, torch.OutOfMemoryError):
+                raise
+            self._too_large.add(shape)
+            logger.warning(
+                "No memory for a CUDA graph of %d tokens (%s): micro-batches of this shape are launched kernel by
+                kernel.", batch.num_tokens, str(reason).splitlines()[0],
+            )
+            return None
         self._pool = graph.pool()
         captured = self._graphs[shape] = _Captured(graph, static, loss)
         return captured
