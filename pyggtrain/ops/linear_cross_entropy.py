@@ -277,10 +277,7 @@ def linear_cross_entropy(
                 f"targets lie between {lowest} and {highest}: needed 0 to {num_vocab - 1}, or -100 for none"
             )
     if chunk is None:
-        if x_TD.is_cuda:
-            chunk = gpu_chunk(num_vocab, num_targets, x_TD.dtype)
-        else:
-            chunk = default_chunk(num_vocab, num_targets)
+        chunk = gpu_chunk(num_vocab, num_targets, x_TD.dtype) if x_TD.is_cuda else default_chunk(num_vocab, num_targets)
     needs_grad = torch.is_grad_enabled()
     loss_sum, *_ = _linear_cross_entropy(
         x_TD,

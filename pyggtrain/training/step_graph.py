@@ -123,8 +123,9 @@ class StepGraphs:
                 raise
             self._too_large.add(shape)
             logger.warning(
-                "No memory for a CUDA graph of %d tokens (%s): micro-batches of this shape are launched kernel by
-                kernel.", batch.num_tokens, str(reason).splitlines()[0],
+                "No memory for a CUDA graph of %d tokens (%s): such micro-batches are launched kernel by kernel.",
+                batch.num_tokens,
+                str(reason).splitlines()[0],
             )
             return None
         self._pool = graph.pool()
