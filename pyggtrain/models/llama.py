@@ -268,7 +268,7 @@ class Llama(Model):
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """The head's input, float32 [T, D]."""
-        x_TD = self.token_embd(batch.tokens_T)
+        x_TD = self.with_noise(self.token_embd(batch.tokens_T), batch)
         tables = self.rope_settings.tables(batch.positions_T)
         for layer in self.blk:
             x_TD = run_layer(layer, x_TD, tables, batch.cu_seqlens, policy=self.checkpoint_policy)
@@ -283,8 +283,19 @@ class Llama(Model):
             x_TD, self.token_embd.quant, batch.targets_T, chunk=self.loss_chunk, compute=self.compute
         )
 
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        return ops.log_probs(
+            lambda rows, x_CD: self._head(x_CD),
+            self.hidden(batch),
+            batch.targets_T,
+            self.token_embd.shape[0],
+            chunk=self.loss_chunk,
+        )
+
     def logits(self, batch: Batch) -> torch.Tensor:
-        x_TD = self.hidden(batch)
+        return self._head(self.hidden(batch))
+
+    def _head(self, x_TD: torch.Tensor) -> torch.Tensor:
         if self.output is not None:
             logits_TV: torch.Tensor = self.output(x_TD)
             return logits_TV
