@@ -17,12 +17,16 @@ from pyggtrain.adapters.lora import LoraConfig, attach
 from pyggtrain.data.encode import Example
 from pyggtrain.errors import ConfigError
 from pyggtrain.gguf import GGUFFile
+from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import load_checkpoint
 from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.interrupts import TrainingInterrupted
 from pyggtrain.training.metrics import read_metrics
+from pyggtrain.training.objectives import OBJECTIVES
 from pyggtrain.training.output import OutputFiles
+from pyggtrain.training.processes import Processes
 from pyggtrain.training.progress import Progress
-from pyggtrain.training.trainer import Trainer, TrainingInterrupted, count_steps
+from pyggtrain.training.trainer import Trainer
 
 
 def make_rows(count: int, seed: int = 5) -> list[Example]:
@@ -39,7 +43,15 @@ ROWS = make_rows(11)
 
 
 def make_trainer(
-    path: Path, folder: Path, *, rows=ROWS, held_out=(), resume: bool = False, progress=None, **settings
+    path: Path,
+    folder: Path,
+    *,
+    rows=ROWS,
+    held_out=(),
+    resume: bool = False,
+    progress=None,
+    processes: Processes | None = None,
+    **settings,
 ) -> Trainer:
     settings = {
         "r": 4,
@@ -53,13 +65,14 @@ def make_trainer(
     model = models.load(GGUFFile.open(path))
     lora = LoraConfig(r=config.r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout)
     adapter = attach(model, lora, seed=config.seed)
+    model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
     files = OutputFiles(folder / "a.gguf")
     parameters = {}
     for name, pair in adapter.pairs.items():
         parameters[f"{name}.lora_a"], parameters[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
     return Trainer(
-        model,
+        OBJECTIVES[config.method](model, config),
         parameters,
         list(rows),
         list(held_out),
@@ -71,6 +84,7 @@ def make_trainer(
         resume_from=load_checkpoint(files.checkpoint) if resume else None,
         device=torch.device("cpu"),
         progress=progress or Progress(),
+        processes=processes,
     )
 
 
@@ -80,21 +94,21 @@ def weights(trainer: Trainer) -> torch.Tensor:
 
 def interrupt_at_call(trainer: Trainer, call: int, number: int = signal.SIGINT) -> None:
     """Send a signal to this process while micro-batch `call` (from 1) is computed."""
-    compute, calls = trainer.model.loss, iter(range(1, 10_000))
+    compute, calls = trainer.objective.model.loss, iter(range(1, 10_000))
 
     def loss(batch):
         if next(calls) == call:
             os.kill(os.getpid(), number)
         return compute(batch)
 
-    trainer.model.loss = loss
+    trainer.objective.model.loss = loss
 
 
 def test_steps_of_an_epoch_take_every_row_once(tiny_llama_path, tmp_path):
     trainer = make_trainer(tiny_llama_path, tmp_path, gradient_accumulation_steps=2)
-    assert trainer.steps_per_epoch == 3
+    assert trainer.batches.steps_per_epoch == 3
     for epoch in range(2):
-        batches = [batch for step in range(3) for batch in trainer.micro_batches(3 * epoch + step)]
+        batches = [batch for step in range(3) for batch in trainer.batches.of_step(3 * epoch + step).micro_batches]
         assert [batch.num_documents for batch in batches] == [2, 2, 2, 2, 2, 1]
         seen = [
             tuple(batch.tokens_T[a:b].tolist())
@@ -102,7 +116,9 @@ def test_steps_of_an_epoch_take_every_row_once(tiny_llama_path, tmp_path):
             for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)
         ]
         assert sorted(seen) == sorted(tuple(row.input_ids) for row in ROWS)
-    first, second = ([batch.tokens_T.tolist() for batch in trainer.micro_batches(step)] for step in (0, 3))
+    first, second = (
+        [batch.tokens_T.tolist() for batch in trainer.batches.of_step(step).micro_batches] for step in (0, 3)
+    )
     assert first != second
 
 
@@ -144,7 +160,7 @@ def test_one_row_in_eight_micro_batches_is_eight_rows_in_one(tiny_llama_path, tm
 def test_loss_is_the_mean_over_learnt_tokens_of_the_step(tiny_llama_path, tmp_path):
     trainer = make_trainer(tiny_llama_path, tmp_path, max_steps=1)
     with torch.no_grad():
-        sums = [trainer.model.loss(batch) for batch in trainer.micro_batches(0)]
+        sums = [trainer.objective.model.loss(batch) for batch in trainer.batches.of_step(0).micro_batches]
     expected = sum(float(loss) for loss, _ in sums) / sum(count for _, count in sums)
     assert trainer.run().loss == pytest.approx(expected, rel=1e-5)
 
@@ -211,7 +227,7 @@ def test_handlers_of_signals_are_put_back(tiny_llama_path, tmp_path):
 
 def test_second_interrupt_ends_at_once_and_keeps_the_old_checkpoint(tiny_llama_path, tmp_path):
     trainer = make_trainer(tiny_llama_path, tmp_path, save_steps=2)
-    compute, calls = trainer.model.loss, iter(range(1, 100))
+    compute, calls = trainer.objective.model.loss, iter(range(1, 100))
 
     def loss(batch):
         if next(calls) == 7:
@@ -219,7 +235,7 @@ def test_second_interrupt_ends_at_once_and_keeps_the_old_checkpoint(tiny_llama_p
             os.kill(os.getpid(), signal.SIGINT)
         return compute(batch)
 
-    trainer.model.loss = loss
+    trainer.objective.model.loss = loss
     with pytest.raises(KeyboardInterrupt) as caught:
         trainer.run()
     assert not isinstance(caught.value, TrainingInterrupted)
@@ -248,13 +264,13 @@ def test_finished_run_resumes_to_its_end_without_a_step(tiny_llama_path, tmp_pat
 
 def test_held_out_loss_makes_no_gradient_and_no_dropout(tiny_llama_path, tmp_path):
     trainer = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:3], lora_dropout=0.5, max_steps=6)
-    compute, modes = trainer.model.loss, []
+    compute, modes = trainer.objective.model.loss, []
 
     def loss(batch):
-        modes.append((torch.is_grad_enabled(), trainer.model.training))
+        modes.append((torch.is_grad_enabled(), trainer.objective.model.training))
         return compute(batch)
 
-    trainer.model.loss = loss
+    trainer.objective.model.loss = loss
     summary = trainer.run()
     # At the start, after each epoch of 3 steps; 2 micro-batches each time.
     assert modes.count((False, False)) == 6 and modes.count((True, True)) == 12 and len(modes) == 18
@@ -262,8 +278,8 @@ def test_held_out_loss_makes_no_gradient_and_no_dropout(tiny_llama_path, tmp_pat
     assert [line["step"] for line in evals] == [0, 3, 6]
     assert (summary.first_eval_loss, summary.eval_loss) == (evals[0]["eval_loss"], evals[-1]["eval_loss"])
     with torch.no_grad():
-        trainer.model.eval()
-        total, count = zip(*(compute(batch) for batch in trainer._batches(ROWS[:3])), strict=True)
+        trainer.objective.model.eval()
+        total, count = zip(*(compute(batch) for batch in trainer.batches.held_out()), strict=True)
     assert summary.eval_loss == pytest.approx(float(sum(total)) / sum(count), rel=1e-6)
     assert evals[0]["eval_tokens"] == sum(row.num_learnt for row in ROWS[:3])
 
@@ -301,8 +317,11 @@ def test_skipped_step_is_told_and_training_goes_on(tiny_llama_path, tmp_path):
             told.append(metrics)
 
     trainer = make_trainer(tiny_llama_path, tmp_path, max_steps=4, progress=Listener())
-    compute, calls = trainer.model.loss, iter(range(1, 100))
-    trainer.model.loss = lambda batch: (compute(batch)[0] * (math.nan if next(calls) == 3 else 1), batch.num_targets)
+    compute, calls = trainer.objective.model.loss, iter(range(1, 100))
+    trainer.objective.model.loss = lambda batch: (
+        compute(batch)[0] * (math.nan if next(calls) == 3 else 1),
+        batch.num_targets,
+    )
     summary = trainer.run()
     assert summary.num_skipped == 1 and torch.isfinite(weights(trainer)).all()
     assert [metrics.skipped_tensor is None for metrics in told] == [True, False, True, True]
