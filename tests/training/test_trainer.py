@@ -1,5 +1,6 @@
 """The loop on a tiny random model: order, resume, stop, held-out loss, metrics, seeds."""
 
+import dataclasses
 import math
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,24 @@ def make_rows(count: int, seed: int = 5) -> list[Example]:
 
 
 ROWS = make_rows(11)
+
+
+@dataclass(frozen=True)
+class Pair:
+    chosen: Example
+    rejected: Example
+
+    @property
+    def num_tokens(self) -> int:
+        return self.chosen.num_tokens + self.rejected.num_tokens
+
+    @property
+    def num_learnt(self) -> int:
+        return self.chosen.num_learnt + self.rejected.num_learnt
+
+
+def make_pairs(count: int) -> list[Pair]:
+    return [Pair(*answers) for answers in zip(make_rows(count, seed=6), make_rows(count, seed=7), strict=True)]
 
 
 def make_trainer(
@@ -343,6 +363,118 @@ def test_checkpoint_that_cannot_be_written_leaves_the_older_one(tiny_llama_path,
         trainer.run()
     assert load_checkpoint(trainer.files.checkpoint).step == 2
     assert {path.name for path in tmp_path.iterdir()} == {"a.gguf.checkpoint", "a.gguf.metrics.jsonl"}
+
+
+def evaluations_of(trainer: Trainer, losses: list[float]) -> None:
+    """Let the held-out loss be what is given."""
+    values = iter(losses)
+    trainer._held_out_means = lambda stop_requested: [next(values)]
+
+
+def test_training_stops_early_and_keeps_the_best_weights(tiny_llama_path, tmp_path):
+    settings = {"eval_steps": 1, "early_stopping_patience": 2, "load_best_model_at_end": True, "save_steps": 1}
+    trainer = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:2], max_steps=8, **settings)
+    evaluations_of(trainer, [5.0, 4.0, 3.0, 3.5, 3.2, 1.0])
+    seen = {}
+    save = trainer._save
+    trainer._save = lambda done: (save(done), seen.setdefault(done, weights(trainer)))
+    summary = trainer.run()
+    assert (summary.num_steps, summary.num_planned_steps, summary.best_step) == (4, 8, 2)
+    assert (summary.first_eval_loss, summary.eval_loss) == (5.0, 3.0)
+    assert torch.equal(weights(trainer), seen[2]) and not torch.equal(weights(trainer), seen[4])
+
+    again = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:2], max_steps=8, resume=True, **settings)
+    assert again.run() == dataclasses.replace(summary, num_tokens=0, seconds=0.0)
+    assert torch.equal(weights(again), seen[2])
+
+
+def test_a_resumed_run_stops_early_where_it_would_have_stopped(tiny_llama_path, tmp_path):
+    settings = {"eval_steps": 1, "early_stopping_patience": 2, "load_best_model_at_end": True, "max_steps": 8}
+    losses = [5.0, 3.0, 4.0, 4.0, 1.0]
+    (tmp_path / "straight").mkdir()
+    straight = make_trainer(tiny_llama_path, tmp_path / "straight", held_out=ROWS[:2], **settings)
+    evaluations_of(straight, losses)
+    expected = straight.run()
+    stopped = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:2], **settings)
+    evaluations_of(stopped, losses)
+    # Two micro-batches a step, and the third step is cut short.
+    interrupt_at_call(stopped, 5)
+    with pytest.raises(TrainingInterrupted, match="after step 2"):
+        stopped.run()
+    resumed = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:2], resume=True, **settings)
+    evaluations_of(resumed, losses[3:])
+    result = resumed.run()
+    assert (result.num_steps, result.best_step) == (expected.num_steps, expected.best_step) == (3, 1)
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optim": "adamw_8bit", "r": 32, "loraplus_lr_ratio": 4.0},
+        {"optim": "muon"},
+        {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
+        {"lr_scheduler_type": "wsd", "neftune_noise_alpha": 5.0},
+        {"method": "dpo", "neftune_noise_alpha": 5.0},
+        {"method": "orpo", "optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_every_kind_of_run_learns_and_resumes_in_the_same_bits(tiny_llama_path, tmp_path, settings):
+    """With dropout, held-out losses in between, and a stop inside an accumulation window."""
+    rows = make_pairs(9) if "method" in settings else ROWS
+    settings = {"max_steps": 9, "lora_dropout": 0.1, "eval_steps": 2, "weight_decay": 0.01, **settings}
+    (tmp_path / "straight").mkdir()
+    straight = make_trainer(tiny_llama_path, tmp_path / "straight", rows=rows, held_out=rows[:3], **settings)
+    before = weights(straight)
+    expected = straight.run()
+    assert expected.eval_loss < expected.first_eval_loss
+    assert not torch.equal(weights(straight), before)
+
+    stopped = make_trainer(tiny_llama_path, tmp_path, rows=rows, held_out=rows[:3], **settings)
+    take_step, calls = stopped.optimizer.step, iter(range(1, 100))
+
+    def step(*args, **arguments):
+        if next(calls) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take_step(*args, **arguments)
+
+    stopped.optimizer.step = step
+    with pytest.raises(TrainingInterrupted, match="after step 5"):
+        stopped.run()
+    resumed = make_trainer(tiny_llama_path, tmp_path, rows=rows, held_out=rows[:3], resume=True, **settings)
+    result = resumed.run()
+    assert torch.equal(weights(resumed), weights(straight))
+    assert (result.loss, result.eval_loss) == (expected.loss, expected.eval_loss)
+
+
+def test_evaluating_changes_no_bit_of_a_schedule_free_run(tiny_llama_path, tmp_path):
+    settings = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "max_steps": 6}
+    with_evaluation = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:2], eval_steps=1, **settings)
+    with_evaluation.run()
+    without = make_trainer(tiny_llama_path, tmp_path, **settings)
+    without.run()
+    assert torch.equal(weights(with_evaluation), weights(without))
+
+
+def test_preferences_are_learnt_and_told(tiny_llama_path, tmp_path):
+    pairs = make_pairs(4)
+    trainer = make_trainer(
+        tiny_llama_path, tmp_path, rows=pairs, held_out=pairs, method="dpo", max_steps=20, lr_scheduler_type="constant"
+    )
+    summary = trainer.run()
+    lines = list(read_metrics(trainer.files.metrics))
+    first, *_, last = [line for line in lines if "loss" in line]
+    assert first["loss"] == pytest.approx(math.log(2)) and first["rewards/margins"] == 0
+    assert last["loss"] < 0.1 and last["rewards/accuracies"] == 1 and last["rewards/chosen"] > last["rewards/rejected"]
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert evaluated[0]["eval_loss"] == pytest.approx(math.log(2)) and evaluated[-1]["eval_rewards/accuracies"] == 1
+    assert summary.eval_loss == evaluated[-1]["eval_loss"]
+
+
+def test_rows_without_a_rejected_answer_are_refused_for_preferences(tiny_llama_path, tmp_path):
+    with pytest.raises(ConfigError, match="row 0 has none"):
+        make_trainer(tiny_llama_path, tmp_path, method="dpo")
 
 
 FRESH_PROCESS = """
