@@ -26,6 +26,7 @@ from pyggtrain.nn import Batch
 from pyggtrain.ops import workspace
 from pyggtrain.ops.fused import Kept
 from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.objectives import Supervised
 from pyggtrain.training.optim import Optimizer
 from pyggtrain.training.step_graph import MAX_TOKENS, StepGraphs
 
@@ -142,7 +143,7 @@ def measure(name: str, *, layers: int | None, repeats: int, profile: Path | None
     model.kept = setting.kept(shape.block_count)
     parameters = {str(index): parameter for index, parameter in enumerate(adapter.parameters())}
     config = TrainConfig(model="synthetic.gguf", data=("none",), output="none.gguf")
-    optimizer = Optimizer(parameters, config)
+    objective, optimizer = Supervised(model), Optimizer(parameters, config)
     if setting.documents * setting.length <= MAX_TOKENS:
         optimizer.graphs = StepGraphs(model, parameters)
     batches = [make_batch(setting, seed).to(device) for seed in range(repeats + 3)]
@@ -152,7 +153,7 @@ def measure(name: str, *, layers: int | None, repeats: int, profile: Path | None
 
     def step(batch: Batch) -> float:
         start = time.perf_counter()
-        optimizer.step(model, [batch], learning_rate=1e-4, seeds=[0])
+        optimizer.step(objective, [batch], num_units=batch.num_targets, learning_rate=1e-4, seeds=[0])
         torch.cuda.synchronize()
         return time.perf_counter() - start
 

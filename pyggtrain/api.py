@@ -66,13 +66,14 @@ class TrainResult:
         files: where everything was written; `files.adapter` is the adapter.
         summary: losses, steps, tokens.
         parity: comparison with llama.cpp; None if it was turned off.
-        report: contents of the report page; `write_report` writes it again after a change.
+        report: contents of the report page; `write_report` writes it again after a change. None on all processes of a
+            run but the first, which alone compares and writes.
     """
 
     files: OutputFiles
     summary: TrainSummary
     parity: ParityReport | None
-    report: Report
+    report: Report | None
 
 
 def train(
@@ -103,6 +104,8 @@ def train(
     ready = prepare(
         build_config({**{name: value for name, value in given.items() if value is not None}, **settings}, config)
     )
+    if not ready.processes.is_first:
+        return run(ready, progress=Progress())
     progress = progress or terminal_progress()
     for name, fact in ready.facts.items():
         progress.message(f"{name}: {fact}")
@@ -117,6 +120,8 @@ def run(ready: Preparation, *, progress: Progress) -> TrainResult:
     trainer = ready.trainer(progress)
     with explained_out_of_memory(ready.memory):
         summary = trainer.run()
+    if not ready.processes.is_first:
+        return TrainResult(files, summary, None, None)
     # Nothing here depends on time or paths: the same run gives the same bytes.
     provenance = {
         "version": __version__,
@@ -281,7 +286,7 @@ def _report(
         title=ready.files.adapter.name,
         command=train_command(ready.config),
         serve=serve_command(ready.config, ready.files),
-        summary={**_result_facts(summary), **ready.facts},
+        summary={**_result_facts(ready.config, summary), **ready.facts},
         data=ready.data.lines(),
         metrics=list(read_metrics(ready.files.metrics)),
         preview=learnt_pieces(ready.data.rows[0], ready.tokenizer),
@@ -293,10 +298,17 @@ def _report(
     )
 
 
-def _result_facts(summary: TrainSummary) -> dict[str, str]:
-    facts = {"training loss": f"{summary.loss:.4f} nats per learnt token in the last logged steps"}
+def _result_facts(config: TrainConfig, summary: TrainSummary) -> dict[str, str]:
+    unit = "nats per learnt token" if config.method == "sft" else "per pair"
+    facts = {"training loss": f"{summary.loss:.4f} {unit} in the last logged steps"}
+    if summary.num_steps < summary.num_planned_steps:
+        facts["stopped early"] = (
+            f"after step {summary.num_steps} of {summary.num_planned_steps}: the held-out loss did not become better"
+        )
     if summary.first_eval_loss is not None and summary.eval_loss is not None:
         facts["held-out loss"] = f"{summary.first_eval_loss:.4f} before, {summary.eval_loss:.4f} after"
+        if summary.best_step is not None:
+            facts["held-out loss"] += f" (step {summary.best_step}, the best one, is in the adapter)"
     if summary.num_skipped:
         facts["skipped"] = f"{summary.num_skipped} steps, because a gradient was not finite"
     facts["time"] = f"{summary.num_tokens:,} tokens in {describe_seconds(summary.seconds)}"

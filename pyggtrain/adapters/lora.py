@@ -12,6 +12,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -184,6 +185,19 @@ def attach(model: Model, config: LoraConfig, *, seed: int) -> LoraAdapter:
         linear.lora = pair
         pairs[name] = pair
     return LoraAdapter(model.architecture, config, pairs)
+
+
+@contextmanager
+def adapter_off(model: Model) -> Iterator[None]:
+    """Let a model compute as its file says, without its adapter, for the time of a `with` block; nothing is copied."""
+    pairs = {linear: linear.lora for linear in model.linears.values() if linear.lora is not None}
+    for linear in pairs:
+        linear.lora = None
+    try:
+        yield
+    finally:
+        for linear, pair in pairs.items():
+            linear.lora = pair
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

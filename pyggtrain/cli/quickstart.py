@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
         )
     runpy.run_path(str(MAKE_DATA))["main"](FOLDER)
     result = train(config, is_dry_run=is_dry_run)
-    if result is None:
+    if result is None or result.report is None:
         return 0
 
     from pyggtrain import api

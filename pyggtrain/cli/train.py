@@ -20,12 +20,16 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def train(config: TrainConfig, *, is_dry_run: bool = False) -> "TrainResult | None":
-    """Do what the settings say and show it; None after a dry run."""
+    """Do what the settings say and show it; None after a dry run, and on all processes of a run but the first."""
     # torch is imported only once the settings are known to be right.
     from pyggtrain import api
-    from pyggtrain.training.progress import terminal_progress
+    from pyggtrain.training.progress import Progress, terminal_progress
 
     ready = api.prepare(config)
+    if not ready.processes.is_first:
+        if not is_dry_run:
+            api.run(ready, progress=Progress())
+        return None
     say(facts_table(ready.facts), *ready.data.lines())
     say("\nFirst row; what stands between « and » is learnt:\n", ready.preview(color=sys.stdout.isatty()), "")
     if is_dry_run:
@@ -33,6 +37,7 @@ def train(config: TrainConfig, *, is_dry_run: bool = False) -> "TrainResult | No
     result = api.run(ready, progress=terminal_progress())
     if result.parity is not None:
         say("", result.parity.table())
+    assert result.report is not None, "the first process has a report"
     say(f"\nadapter: {result.files.adapter}", f"report:  {result.files.report}", f"serve:   {result.report.serve}")
     return result
 

@@ -146,7 +146,12 @@ def _experts(weight: FrozenTensor, compute: str) -> Kernel:
 
 
 def _embedding(weight: FrozenTensor) -> Kernel:
+    is_of_tokens = weight.gguf_name == "token_embd.weight"
+
     def kernel(frame: Frame, ids: torch.Tensor) -> torch.Tensor:
-        return ops.embedding(ids.flatten().long(), as_matrix(weight.quant)).reshape(*ids.shape[1:], -1)
+        rows = ops.embedding(ids.flatten().long(), as_matrix(weight.quant))
+        if is_of_tokens and frame.with_noise is not None:
+            rows = frame.with_noise(rows, frame.batch)
+        return rows.reshape(*ids.shape[1:], -1)
 
     return kernel

@@ -105,7 +105,7 @@ class ImportedModel(Model):
         """The head's input, float32 [O, D], of the tokens `rows` (int64 [O]) of a batch that the graph takes as a
         whole.
         """
-        frame = Frame(batch, rows)
+        frame = Frame(batch, rows, with_noise=self.with_noise)
         known: dict[int, torch.Tensor] = {}
         for region, is_layer, dead in zip(self._regions, self._is_layer, self._dead, strict=True):
             values = [known[index] for index in region.inputs]
@@ -136,6 +136,10 @@ class ImportedModel(Model):
             rows.append(self._logits_of(part, all_tokens, self.hidden(part, all_tokens)))
         return torch.cat(rows)
 
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """float32 [T] with gradient: log-probability in nats of each target, 0 where there is none."""
+        return torch.cat([self._log_probs(part) for part in self._parts(batch)])
+
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """The batch, or its documents one by one where the graph takes only one."""
         bounds = batch.cu_seqlens.tolist()
@@ -151,15 +155,23 @@ class ImportedModel(Model):
             )
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
-        # Only tokens with a target pass the last block's feed-forward and the head.
-        rows = (batch.targets_T != IGNORED).nonzero().squeeze(1)
-        if not rows.shape[0]:
-            rows = rows.new_zeros(1)
+        rows = _rows_with_target(batch)
         x_OD = self.hidden(batch, rows)
         targets_O = batch.targets_T[rows]
         if self._head_loss is not None:
             return self._head_loss(x_OD, targets_O, self.loss_chunk)
         return self._chunked_loss(batch, rows, x_OD, targets_O)
+
+    def _log_probs(self, batch: Batch) -> torch.Tensor:
+        rows = _rows_with_target(batch)
+        found_O = ops.log_probs(
+            lambda chosen, x: self._logits_of(batch, rows[chosen], x),
+            self.hidden(batch, rows),
+            batch.targets_T[rows],
+            self._num_logits,
+            chunk=self.loss_chunk,
+        )
+        return found_O.new_zeros(batch.num_tokens).index_copy(0, rows, found_O)
 
     def _chunked_loss(
         self, batch: Batch, rows: torch.Tensor, x_OD: torch.Tensor, targets_O: torch.Tensor
@@ -182,6 +194,12 @@ class ImportedModel(Model):
 
     def _logits_of(self, batch: Batch, rows: torch.Tensor, x_OD: torch.Tensor) -> torch.Tensor:
         return self._tail(x_OD, frame=Frame(batch, rows))  # type: ignore[no-any-return]
+
+
+def _rows_with_target(batch: Batch) -> torch.Tensor:
+    """int64 [O]: only tokens with a target pass the last block's feed-forward and the head; at least one does."""
+    rows = (batch.targets_T != IGNORED).nonzero().squeeze(1)
+    return rows if rows.shape[0] else rows.new_zeros(1)
 
 
 def _head_loss(

@@ -296,7 +296,7 @@ class Llama(Model):
         self.output = None if head is None else QuantLinear(head, compute=compute)
         self.head_is_tied = head is None
         tensors.check_rest()
-        self._fused = FusedLayers(list(self.blk))
+        self._fused = FusedLayers([layer for layer in self.blk if isinstance(layer, Block)])
         self.linears = {module.gguf_name: module for module in self.modules() if isinstance(module, QuantLinear)}
         self.untrainable = {
             name: why_untrainable(name, head_is_tied=self.head_is_tied)
@@ -308,12 +308,16 @@ class Llama(Model):
     def layers(self) -> list[nn.Module]:
         return list(self.blk)
 
+    @property
+    def is_fused(self) -> bool:
+        return self._fused.can_fuse(self.token_embd.dtype, self.token_embd.weight.device)
+
     def hidden(self, batch: Batch) -> torch.Tensor:
         """The head's input, [T, D]."""
-        x_TD = self.token_embd(batch.tokens_T)
+        x_TD = self.with_noise(self.token_embd(batch.tokens_T), batch)
         tables = self.rope.tables(batch)
         documents = batch.documents
-        if self._fused.can_fuse(x_TD):
+        if self.is_fused:
             x_TD = self._fused(x_TD, tables, documents, self.kept or kept_by(self.checkpoint_policy, len(self.blk)))
         else:
             for layer in self.blk:
@@ -333,8 +337,19 @@ class Llama(Model):
             )
         return loss_sum, batch.num_targets
 
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        return ops.log_probs(
+            lambda rows, x_CD: self._head(x_CD),
+            self.hidden(batch),
+            batch.targets_T,
+            self.token_embd.shape[0],
+            chunk=self.loss_chunk,
+        )
+
     def logits(self, batch: Batch) -> torch.Tensor:
-        x_TD = self.hidden(batch)
+        return self._head(self.hidden(batch))
+
+    def _head(self, x_TD: torch.Tensor) -> torch.Tensor:
         if self.output is not None:
             logits_TV: torch.Tensor = self.output(x_TD)
             return logits_TV

@@ -49,12 +49,11 @@ class FusedLayer:
     def linears(self) -> tuple[QuantLinear, ...]:
         return (*self.qkv, self.output, self.gate, self.up, self.down)
 
-    def can_fuse(self, x: torch.Tensor) -> bool:
-        """Whether the fused operations compute what the modules would, for this input and the pairs as they are."""
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the fused operations compute what the modules would, with the pairs as they are."""
         return (
-            x.is_cuda
-            and x.dtype in HALF_DTYPES
-            and all(linear.compute == "auto" for linear in self.linears)
+            all(linear.compute == "auto" for linear in self.linears)
             and all(linear.bias is None for linear in (self.output, self.gate, self.up, self.down))
             and not any(linear.lora is not None and linear.lora.has_dropout for linear in self.linears)
         )
@@ -117,9 +116,9 @@ class FusedLayers:
         self.layers = list(layers)
         self._stash: HostStash | None = None
 
-    def can_fuse(self, x_TD: torch.Tensor) -> bool:
-        """Whether every layer can."""
-        return x_TD.is_cuda and all(layer.fused().can_fuse(x_TD) for layer in self.layers)
+    def can_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether every layer can, for inputs of a dtype on a device."""
+        return device.type == "cuda" and dtype in HALF_DTYPES and all(layer.fused().can_fuse for layer in self.layers)
 
     def __call__(
         self, x_TD: torch.Tensor, tables: RopeTables, documents: Documents, kept: Sequence[Kept]

@@ -45,7 +45,7 @@ class HostStash:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies = torch.cuda.Stream(device)
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._free: list[torch.Tensor] = []
         # Places that a captured CUDA graph copies to and from: never to be freed.
         self._captured: list[torch.Tensor] = []

@@ -25,6 +25,7 @@ class Model(nn.Module, ABC):
             means there.
         loss_chunk: tokens whose logits exist at the same time in `loss`; None: see
             `ops.linear_cross_entropy`.
+        neftune_noise_alpha: strength of the noise that training adds to token embeddings; 0: none.
     """
 
     def __init__(self, architecture: str) -> None:
@@ -36,11 +37,17 @@ class Model(nn.Module, ABC):
         self.checkpoint_policy = "none"
         self.kept: Sequence[Kept] | None = None
         self.loss_chunk: int | None = None
+        self.neftune_noise_alpha = 0.0
 
     @property
     @abstractmethod
     def layers(self) -> list[nn.Module]:
         """The layers in the order in which they run."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether layers run as the coarse operations of `ops.fused`, as they do on a GPU where those can."""
+        return False
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
@@ -48,6 +55,28 @@ class Model(nn.Module, ABC):
 
         Logits are never stored beyond a chunk; without gradients enabled none is computed.
         """
+
+    @abstractmethod
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """float32 [T] with gradient: log-probability in nats of each target, 0 where there is none.
+
+        For losses that weigh tokens by something that is known only after all of them; `loss` is cheaper. Logits are
+        never stored beyond a chunk.
+        """
+
+    def with_noise(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Token embeddings, in training with NEFTune's noise (Jain et al. 2023, 2310.05914, algorithm 1).
+
+        Each number gets a uniform one from ±alpha / sqrt(L D), L being the tokens of its own document.
+        """
+        if not self.training or self.neftune_noise_alpha == 0.0:
+            return x_TD
+        lengths = batch.cu_seqlens.diff().long()
+        largest = self.neftune_noise_alpha / (lengths * x_TD.shape[1]).to(x_TD.dtype).sqrt()
+        # Bounds of documents are on the host, see `Batch`.
+        largest_T = largest.repeat_interleave(lengths).to(x_TD.device)
+        noise_TD = torch.empty_like(x_TD).uniform_(-1, 1)
+        return x_TD + noise_TD * largest_T.unsqueeze(1)
 
     @abstractmethod
     def logits(self, batch: Batch) -> torch.Tensor:

@@ -89,7 +89,9 @@ def attention(
     if bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(f"documents cover tokens {bounds[0]} to {bounds[-1]}: needed 0 to {num_tokens}")
     if q_THK.is_cuda:
-        output: torch.Tensor = _GpuAttention.apply(q_THK, k_TNK, v_TNK, documents, softmax_scale)
+        output: torch.Tensor = _GpuAttention.apply(  # type: ignore[no-untyped-call]
+            q_THK, k_TNK, v_TNK, documents, softmax_scale
+        )
         return output
     outputs = [
         _causal(q_THK[start:end], k_TNK[start:end], v_TNK[start:end], softmax_scale) for start, end in pairwise(bounds)
@@ -179,7 +181,7 @@ def _does_cudnn_take(q_THK: torch.Tensor, v_TNK: torch.Tensor) -> bool:
 
 def _batched(x_THK: torch.Tensor, length: int) -> torch.Tensor:
     """[T, H, K] as [B, H, S, K]."""
-    return x_THK.unflatten(0, (-1, length)).transpose(1, 2)
+    return x_THK.view(-1, length, *x_THK.shape[1:]).transpose(1, 2)
 
 
 class _GpuAttention(torch.autograd.Function):
@@ -202,7 +204,7 @@ class _GpuAttention(torch.autograd.Function):
         return o_THK
 
     @staticmethod
-    def backward(ctx: Any, d_o_THK: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, d_o_THK: torch.Tensor) -> Any:
         q_THK, k_TNK, v_TNK, o_THK, *saved = ctx.saved_tensors
         kept = tuple(tensor if other is None else other[0] for tensor, other in zip(saved, ctx.others, strict=True))
         gradients = gpu_attention_backward(

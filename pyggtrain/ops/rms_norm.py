@@ -39,8 +39,8 @@ def _rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, r: torch.Tensor, weigh
     if x.is_cuda:
         from pyggtrain.kernels.rms_norm import rms_norm_backward
 
-        rows = (tensor.reshape(-1, x.shape[-1]) for tensor in (dy, x))
-        return rms_norm_backward(*rows, weight_D, r.reshape(-1)).view(x.shape)
+        width = x.shape[-1]
+        return rms_norm_backward(dy.reshape(-1, width), x.reshape(-1, width), weight_D, r.reshape(-1)).view(x.shape)
     g = dy * weight_D
     gx = torch.linalg.vecdot(g, x).unsqueeze(-1)
     return g.mul_(r).addcmul_(x, gx.mul_(r**3).div_(-x.shape[-1]))

@@ -1,9 +1,10 @@
 """The state of a run in one file, written atomically, so that resuming is continuing.
 
-What is stored: adapter weights, AdamW moments, the number of finished optimiser steps, and what the run was made from
-(settings, hash of the base file's header, hash of the encoded rows). Nothing else is needed: the order of rows, the
-learning rate and the generators of dropout are functions of seed and step. A checkpoint lies between two optimiser
-steps; micro-batches of a step that was cut short are computed again.
+What is stored: adapter weights, what the optimiser keeps, held-out losses and the weights that had the best one, the
+number of finished optimiser steps, and what the run was made from (settings, hash of the base file's header, hash of
+the encoded rows). Nothing else is needed: the order of rows, the learning rate and the generators of dropout are
+functions of seed and step. A checkpoint lies between two optimiser steps; micro-batches of a step that was cut short
+are computed again.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pyggtrain.errors import ConfigError
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.output import atomic_path
 
-_FORMAT = 1
+_FORMAT = 2
 
 NOT_PART_OF_THE_RUN = frozenset(
     {
@@ -31,16 +32,19 @@ NOT_PART_OF_THE_RUN = frozenset(
         "device",
         "gradient_checkpointing",
         "num_threads",
+        "ddp_timeout",
         "logging_steps",
         "eval_steps",
         "save_steps",
+        "report_to",
+        "run_name",
         "verify",
         "verify_tokens",
         "runtime",
         "sample_prompts",
     }
 )
-"""Settings that may differ when a run is resumed."""
+"""Settings that may differ when a run is resumed; `eval_steps` only while held-out losses decide nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Origin:
     """What a run is made from; two runs with equal origin take the same steps.
 
     Attributes:
-        settings: settings that decide the result.
+        settings: settings that decide the result, and other facts that do, by name.
         base_sha256: hash of the base file's header (metadata and tensor table).
         data_sha256: hash of the training rows' token ids and labels, in file order.
         num_steps: optimiser steps of the whole run.
@@ -60,10 +64,29 @@ class Origin:
     num_steps: int
 
     @classmethod
-    def of(cls, config: TrainConfig, base_sha256: str, data_sha256: str, num_steps: int) -> "Origin":
-        """Take from `config` the settings that decide the result."""
-        settings = {name: value for name, value in config.to_dict().items() if name not in NOT_PART_OF_THE_RUN}
-        return cls(settings, base_sha256, data_sha256, num_steps)
+    def of(
+        cls,
+        config: TrainConfig,
+        base_sha256: str,
+        data_sha256: str,
+        num_steps: int,
+        *,
+        held_out_sha256: str | None = None,
+        num_processes: int = 1,
+    ) -> "Origin":
+        """Take from `config` the settings that decide the result; held-out rows only if their losses decide something.
+
+        Args:
+            held_out_sha256: hash of the rows of `eval_data`; None if held-out rows are part of the data.
+            num_processes: that share the rows.
+        """
+        free = NOT_PART_OF_THE_RUN
+        facts: dict[str, Any] = {"number of processes": num_processes}
+        if config.early_stopping_patience is not None or config.load_best_model_at_end:
+            free = free - {"eval_steps"}
+            facts["hash of eval_data"] = held_out_sha256
+        settings = {name: value for name, value in config.to_dict().items() if name not in free}
+        return cls({**settings, **facts}, base_sha256, data_sha256, num_steps)
 
     def differences(self, stored: "Origin") -> list[str]:
         """Return one line for each thing that differs from a stored origin."""
@@ -96,6 +119,8 @@ class Checkpoint:
         origin: what the run is made from.
         parameters: name -> float32 tensor on the CPU.
         optimizer: what `Optimizer.state_dict` returned.
+        evaluations: what `Evaluations.state_dict` returned.
+        loss: mean training loss of the last logged steps.
     """
 
     step: int
@@ -103,6 +128,8 @@ class Checkpoint:
     origin: Origin
     parameters: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
+    evaluations: dict[str, Any]
+    loss: float
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -111,14 +138,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     Raises:
         OutputError: the disk is full or the folder not writable; an older checkpoint at `path` is unchanged.
     """
-    state = {
-        "format": _FORMAT,
-        "step": checkpoint.step,
-        "started": checkpoint.started,
-        "origin": vars(checkpoint.origin),
-        "parameters": checkpoint.parameters,
-        "optimizer": checkpoint.optimizer,
-    }
+    state = {**vars(checkpoint), "format": _FORMAT, "origin": vars(checkpoint.origin)}
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         torch.save(state, file)
 
@@ -131,10 +151,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["format"] != _FORMAT:
-            raise ValueError(f"format {state['format']}, needed {_FORMAT}")
-        origin = Origin(**state["origin"])
-        return Checkpoint(state["step"], state["started"], origin, state["parameters"], state["optimizer"])
+        if (found := state.pop("format")) != _FORMAT:
+            raise ValueError(f"format {found}, needed {_FORMAT}")
+        return Checkpoint(**{**state, "origin": Origin(**state["origin"])})
     # What torch raises for a damaged file depends on where the damage lies.
     except Exception as error:
         raise ConfigError(

@@ -66,11 +66,29 @@ class TrainConfig:
     use_rslora: bool = False
     """Multiply by lora_alpha / sqrt(r) instead of lora_alpha / r. Worth it for ranks above 64."""
 
+    method: Literal["sft", "dpo", "orpo"] = "sft"
+    """What is learnt: the answers themselves ("sft"), or to prefer a chosen answer over a rejected one ("dpo", "orpo").
+    DPO's reference is the model with its adapter switched off: no second model is loaded."""
+    beta: float = 0.1
+    """DPO: how strongly the adapter is held near the base model; smaller lets it go further. ORPO: weight of the
+    preference beside the answer's own loss."""
+    neftune_noise_alpha: float = 0.0
+    """Strength of the noise on token embeddings while training (NEFTune); 5 is usual with small data. 0: none."""
+
+    optim: Literal["adamw", "adamw_8bit", "muon", "schedule_free_adamw"] = "adamw"
+    """Optimiser. adamw_8bit keeps its moments in 8 bits (bitsandbytes), schedule_free_adamw needs no falling rate
+    (schedulefree): `pip install pyggtrain[optimizers]`. muon makes each factor's step orthogonal (torch 2.9 or
+    later)."""
     learning_rate: float = 2e-4
     """Highest learning rate. 2e-4 is the usual value for LoRA of rank 16 (TRL, Unsloth); full fine-tuning takes 10
     times less."""
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up: towards zero along a cosine or a line, or constant."""
+    loraplus_lr_ratio: float = 1.0
+    """Learning rate of lora_b divided by that of lora_a (LoRA+). 1: the same; the paper takes 16."""
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up: towards zero along a cosine or a line, constant, or constant with a
+    fall at the end (warm-up, stable, decay)."""
+    num_decay_steps: int | None = None
+    """Schedule wsd: optimiser steps of the fall at the end; by default a fifth of all."""
     warmup_ratio: float = 0.03
     """Share of all steps in which the learning rate rises to its highest value. `warmup_steps` wins over it."""
     warmup_steps: int | None = None
@@ -122,13 +140,17 @@ class TrainConfig:
     """Where the model's definition comes from: "native" (hand-written here), "graph" (llama.cpp's own compute graph
     of the file, imported), or "auto": native where there is one that knows all the file asks for, else graph."""
     compute: Literal["auto", "exact", "ggml"] = "auto"
-    """Arithmetic of the base weights' products: "exact" (dequantised), "ggml" (llama.cpp's own 8-bit activations), or
-    "auto"."""
-    gradient_checkpointing: Literal["auto", "none", "matmuls", "layers"] = "auto"
+    """Arithmetic of the base weights' products: "exact" (dequantised, float32), "ggml" (CPU only: llama.cpp's own 8-bit
+    activations), or "auto" (CPU: the faster of these for each weight; GPU: dequantised, bfloat16)."""
+    gradient_checkpointing: Literal["auto", "none", "matmuls", "layers", "offload"] = "auto"
     """Memory against time: keep all activations ("none"), recompute cheap parts ("matmuls") or whole layers
-    ("layers")."""
+    ("layers"), or, on a GPU, let them wait in the host's memory ("offload")."""
+    cuda_graphs: bool = True
+    """On a GPU, launch the forward and backward of short micro-batches as one CUDA graph for each shape."""
     num_threads: int = 0
     """CPU threads; 0 takes all cores this process may use. Another number may change the last bits of a result."""
+    ddp_timeout: int = 600
+    """With several processes (torchrun): seconds after which one that does not answer is given up and the run ends."""
     seed: int = 3407
     """Seed of the adapter's start, the order of rows and dropout. Same seed, same device: same adapter bytes."""
 
@@ -138,6 +160,17 @@ class TrainConfig:
     """Compute the held-out loss every so many steps; by default at the start, after each epoch and at the end."""
     save_steps: int = 100
     """Write a checkpoint every so many steps; one is always written at the end and on Ctrl-C. 0: only then."""
+    early_stopping_patience: int | None = None
+    """Stop once the held-out loss has not become better this many times in a row."""
+    early_stopping_threshold: float = 0.0
+    """By how much (in nats) the held-out loss must fall below the best one before to count as better."""
+    load_best_model_at_end: bool = False
+    """Write the adapter as it was when the held-out loss was lowest, not as it was last."""
+    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Also send metrics there: tensorboard (files in <output>.tensorboard), trackio, wandb. Each is a package to
+    install."""
+    run_name: str | None = None
+    """Name of the run for `report_to`; by default the name of `output`."""
 
     verify: bool = True
     """Afterwards load base + adapter in llama.cpp and compare; exit code 3 if they differ by more than llama.cpp's own
@@ -196,8 +229,11 @@ ELSEWHERE = {
     "load_in_8bit": "weights stay as they are in the GGUF file",
     "bf16": "adapter weights are float32; the device decides the rest",
     "fp16": "adapter weights are float32; the device decides the rest",
-    "optim": "the optimiser is AdamW in float32",
-    "report_to": "metrics are written to <output>.metrics.jsonl",
+    "loss_type": "it is called method: sft, dpo or orpo",
+    "ref_model": "the reference of DPO is the base model itself, with the adapter switched off",
+    "metric_for_best_model": "it is always the held-out loss",
+    "greater_is_better": "the held-out loss is always better when lower",
+    "eval_strategy": "the held-out loss is computed every eval_steps, or after each epoch",
     "random_state": "it is called seed",
     "train_on_responses_only": "always on for chats",
 }
@@ -391,6 +427,11 @@ def _mistakes(config: TrainConfig) -> list[str]:
                 f"chat_template_kwargs: found {config.chat_template_kwargs!r}; "
                 'needed: JSON, like {"enable_thinking": false}'
             )
+    if config.optim == "schedule_free_adamw" and config.lr_scheduler_type != "constant":
+        mistakes.append(
+            f"lr_scheduler_type: found {config.lr_scheduler_type!r} with optim schedule_free_adamw, which replaces the "
+            "schedule; needed: constant (warm-up stays)"
+        )
     if config.resume and config.overwrite:
         mistakes.append(
             "resume, overwrite: one continues the run beside `output`, the other discards it; give one of them"
@@ -408,7 +449,11 @@ _RANGES: dict[str, tuple[Any, str]] = {
     # llama.cpp reads a zero alpha as "factor 1", other tools as "factor 0".
     "lora_alpha": _ABOVE_0,
     "lora_dropout": _SHARE,
+    "beta": _ABOVE_0,
+    "neftune_noise_alpha": _AT_LEAST_0,
     "learning_rate": _ABOVE_0,
+    "loraplus_lr_ratio": _ABOVE_0,
+    "num_decay_steps": _AT_LEAST_0,
     "warmup_ratio": (lambda value: 0 <= value <= 1, "0 to 1"),
     "warmup_steps": _AT_LEAST_0,
     "num_train_epochs": _ABOVE_0,
@@ -422,10 +467,13 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "max_grad_norm": _AT_LEAST_0,
     "max_seq_length": (lambda value: value >= 2, "2 or more, since a token is learnt from the one before it"),
     "num_threads": _AT_LEAST_0,
+    "ddp_timeout": _AT_LEAST_1,
     "seed": (lambda value: 0 <= value < 2**63, "0 to 2^63 - 1"),
     "logging_steps": _AT_LEAST_1,
     "eval_steps": _AT_LEAST_1,
     "save_steps": _AT_LEAST_0,
+    "early_stopping_patience": _AT_LEAST_1,
+    "early_stopping_threshold": _AT_LEAST_0,
     "verify_tokens": (lambda value: value >= 2, "2 or more"),
     "runtime": (
         lambda value: value == "bridge" or value.startswith(("http://", "https://")),

@@ -1,17 +1,16 @@
 """What is measured while training: one JSON line for each logged step."""
 
-import dataclasses
 import json
-import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pyggtrain.training.output import OutputError, write_text
+from pyggtrain.training.optim import StepResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +20,18 @@ class StepMetrics:
     Attributes:
         step: finished optimiser steps, from 1.
         epoch: passes over the training rows so far, as a fraction.
-        loss: mean cross-entropy in nats over the supervised tokens of the step.
+        loss: mean over the units of the steps since the last line; for "sft" cross-entropy in nats per supervised
+            token.
         learning_rate: used in this step.
         grad_norm: L2 norm of all gradients before clipping.
-        tokens: tokens computed in this step.
-        supervised_tokens: those that the loss is taken over.
+        tokens: tokens computed in these steps, on all processes.
+        supervised_tokens: those of them that the loss is taken over.
         tokens_per_second: mean over the steps since the run started or was resumed.
         eta_seconds: expected time to the last step.
         elapsed_seconds: since the run started or was resumed.
         memory_mib: resident memory of the process (the mapped part of the base file included), or peak memory of the
             GPU.
+        metrics: means over the units of the objective's further numbers.
         skipped_tensor: tensor with a gradient that is not finite, for which the step was skipped.
     """
 
@@ -45,45 +46,97 @@ class StepMetrics:
     eta_seconds: float
     elapsed_seconds: float
     memory_mib: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     skipped_tensor: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalMetrics:
-    """Held-out loss after `step` optimiser steps: mean cross-entropy in nats over `eval_tokens` supervised tokens."""
+    """Held-out loss after `step` optimiser steps.
+
+    Attributes:
+        eval_loss: mean over the units of the held-out rows; for "sft" cross-entropy in nats per supervised token.
+        eval_tokens: supervised tokens of these rows.
+        metrics: means of the objective's further numbers.
+    """
 
     step: int
     eval_loss: float
     eval_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class MetricsFile:
-    """Appends metrics to a JSON-lines file; each line is on the disk before the next step starts.
+class StepLog:
+    """Sums up the steps between two lines of metrics.
 
     Args:
-        path: file to write.
-        first_step: steps that a checkpoint has behind it. Lines of later steps, which will be computed again, are
-            removed; 0 starts anew.
+        num_steps: of the whole run.
+        device: whose memory is told.
+
+    Attributes:
+        num_tokens, seconds: computed so far, since the run started or was resumed.
     """
 
-    def __init__(self, path: Path, *, first_step: int) -> None:
-        self._path = path
-        kept = (
-            [line for line in read_metrics(path) if line["step"] <= first_step] if first_step and path.exists() else []
+    def __init__(self, num_steps: int, device: torch.device) -> None:
+        self.num_tokens, self.seconds = 0, 0.0
+        self._num_steps, self._device = num_steps, device
+        self._started = time.perf_counter()
+        self._num_steps_taken = 0
+        self._steps: list[LoggedStep] = []
+
+    def add(self, step: "LoggedStep") -> None:
+        """Take in one step."""
+        self._steps.append(step)
+        self._num_steps_taken += 1
+        self.num_tokens += step.num_tokens
+        self.seconds += step.seconds
+
+    def line(self, done: int, epoch: float, rate: float) -> StepMetrics:
+        """Return the metrics of the steps since the last line; the gradient norm is the last step's."""
+        steps, self._steps = self._steps, []
+        num_tokens = sum(step.num_tokens for step in steps)
+        counted = [step for step in steps if step.result.non_finite is None] or steps
+        num_units = max(1, sum(step.num_units for step in counted))
+
+        def metric(name: str) -> float:
+            return mean(lambda result: result.metrics[name])
+
+        def mean(value: Callable[[StepResult], float]) -> float:
+            return sum(value(step.result) * step.num_units for step in counted) / num_units
+
+        return StepMetrics(
+            step=done,
+            epoch=epoch,
+            loss=mean(lambda result: result.loss),
+            learning_rate=rate,
+            grad_norm=steps[-1].result.grad_norm,
+            tokens=num_tokens,
+            supervised_tokens=sum(step.num_learnt for step in steps),
+            tokens_per_second=num_tokens / sum(step.seconds for step in steps),
+            eta_seconds=(self._num_steps - done) * self.seconds / self._num_steps_taken,
+            elapsed_seconds=time.perf_counter() - self._started,
+            memory_mib=memory_mib(self._device),
+            metrics={name: metric(name) for name in steps[-1].result.metrics},
+            skipped_tensor=steps[-1].result.non_finite,
         )
-        write_text(path, "".join(_line(values) for values in kept))
 
-    def write(self, metrics: StepMetrics | EvalMetrics) -> None:
-        """Append one line.
 
-        Raises:
-            OutputError: the disk is full.
-        """
-        try:
-            with self._path.open("a", encoding="utf-8", newline="\n") as file:
-                file.write(_line(dataclasses.asdict(metrics)))
-        except OSError as error:
-            raise OutputError(f"{self._path}: cannot be written: {error.strerror}. Free space, then resume.") from error
+@dataclass(frozen=True)
+class LoggedStep:
+    """What a step did and how long it took.
+
+    Attributes:
+        result: loss, norms.
+        num_units: what its loss is a mean over, on all processes.
+        num_tokens, num_learnt: tokens computed, and those of them that were learnt, on all processes.
+        seconds: wall time.
+    """
+
+    result: StepResult
+    num_units: int
+    num_tokens: int
+    num_learnt: int
+    seconds: float
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -101,13 +154,3 @@ def memory_mib(device: torch.device) -> float | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _line(values: dict[str, Any]) -> str:
-    # JSON has no NaN; strict readers refuse it.
-    clean = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-        if not (name == "skipped_tensor" and value is None)
-    }
-    return json.dumps(clean, allow_nan=False) + "\n"

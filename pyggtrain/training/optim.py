@@ -1,108 +1,90 @@
-"""One optimiser step: exact token normalisation, non-finite guard, clipping, AdamW on float32 masters.
+"""One optimiser step: forward and backward over its micro-batches, then one update of the parameters.
 
-Loss and gradient of a step are means over the supervised tokens of the *whole* step:
+The loss of a step is a mean over all its units (learnt tokens, or pairs), whatever the cut into micro-batches:
 
-    loss = sum over micro-batches of loss_sum / N,   N = supervised tokens of all micro-batches together
+    loss = Σ over micro-batches of loss_sum / N,   N = units of all micro-batches together
 
-N is known before the first micro-batch runs, because the micro-batches of a step are collected first. So the result
-does not depend on how the rows are cut up (the mean of per-micro-batch means weighs short rows too much), and a
+N is known before the first micro-batch runs, because the rows of a step are known. So the result does not depend on how
+the rows are cut up or spread over processes (the mean of per-micro-batch means weighs short rows too much), and a
 micro-batch without supervised tokens adds nothing.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from pyggtrain.errors import PyggtrainError
 from pyggtrain.nn.batch import Batch
 from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.interrupts import StopRequested
+from pyggtrain.training.objectives import Objective
+from pyggtrain.training.optimizers import make_optimizer
+from pyggtrain.training.processes import Processes
 from pyggtrain.training.step_graph import StepGraphs
-
-
-class LossModule(Protocol):
-    """The face of a model that training needs."""
-
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
-        """Return the sum of cross-entropies over the supervised tokens (float32 scalar) and their number."""
-        ...
-
-    def train(self, mode: bool = True) -> Any:
-        """Turn dropout on."""
-        ...
-
-    def eval(self) -> Any:
-        """Turn dropout off."""
-        ...
 
 
 class NonFiniteError(PyggtrainError):
     """Gradients were not finite for several steps in a row."""
 
 
-class StopRequested(Exception):  # noqa: N818 - a request, not an error
-    """A stop was asked for between two micro-batches; nothing has changed since the last finished step."""
-
-
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimiser step did.
+    """What one optimiser step did, over all processes.
 
     Attributes:
-        loss: mean cross-entropy in nats over the supervised tokens of the step.
+        loss: mean over the units of the step; for "sft" cross-entropy in nats per learnt token.
         grad_norm: L2 norm of all gradients before clipping.
-        num_tokens: tokens computed.
-        num_targets: supervised tokens.
+        metrics: means over the units of the objective's further numbers.
         non_finite: name of the first tensor whose gradient is not finite; the step was then skipped. None: the step was
             taken.
     """
 
     loss: float
     grad_norm: float
-    num_tokens: int
-    num_targets: int
-    non_finite: str | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    non_finite: str | None = None
 
 
 class Optimizer:
-    """AdamW over named float32 parameters, with the guard against non-finite gradients.
+    """One of `optimizers.OPTIMIZERS` over named float32 parameters, with the guard against non-finite gradients.
 
     Args:
         parameters: name -> float32 leaf tensor.
-        config: betas, epsilon, weight decay, largest gradient norm.
+        config: which optimiser, its settings, largest gradient norm.
+        processes: whose gradients are summed.
 
     Raises:
         TypeError: a parameter is not float32. bfloat16 has 8 bits, so updates below 0.4 % of a weight would round to
             nothing.
+        ConfigError: the optimiser is not available here.
     """
 
     max_skipped_in_a_row = 5
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], config: TrainConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], config: TrainConfig, processes: Processes | None = None
+    ) -> None:
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32:
                 raise TypeError(f"{name} is {parameter.dtype}; adapter weights are float32")
         self.parameters = dict(parameters)
         self.max_grad_norm = config.max_grad_norm
+        self.processes = processes or Processes()
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
         self.graphs: StepGraphs | None = None
-        self._adamw = torch.optim.AdamW(
-            list(self.parameters.values()),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._optimizer = make_optimizer(self.parameters, config)
 
     def step(
         self,
-        model: LossModule,
+        objective: Objective,
         micro_batches: Sequence[Batch],
         *,
+        num_units: int,
         learning_rate: float,
         seeds: Sequence[int],
         should_stop: Callable[[], bool] = lambda: False,
@@ -110,85 +92,170 @@ class Optimizer:
         """Run forward and backward over all micro-batches, then update the parameters once.
 
         Args:
-            model: what computes the loss.
-            micro_batches: all micro-batches of the step.
+            objective: what is minimised.
+            micro_batches: those of the step that this process computes.
+            num_units: of the whole step, over all processes.
             learning_rate: of this step.
             seeds: one for each micro-batch: torch's generators are set to it, so dropout depends on the step alone and
                 not on what ran before (resuming needs no generator state).
             should_stop: asked before each micro-batch.
 
         Raises:
-            StopRequested: `should_stop` said so; no parameter has changed.
+            StopRequested: `should_stop` said so on some process; no parameter has changed.
             NonFiniteError: the gradients were not finite in `max_skipped_in_a_row` steps in a row.
+            ProcessLostError: another process ended.
         """
-        num_targets = sum(batch.num_targets for batch in micro_batches)
-        loss_total = torch.zeros(())
+        device = next(iter(self.parameters.values())).device
+        # Loss, the objective's metrics, whether to stop: kept on the device, since reading them here would make the
+        # host wait for every micro-batch.
+        totals = torch.zeros(len(objective.metrics) + 2, device=device)
+        is_stopping = False
         self.clear_gradients()
         for batch, seed in zip(micro_batches, seeds, strict=True):
             if should_stop():
-                self.clear_gradients()
-                raise StopRequested
+                is_stopping = True
+                totals[-1] = 1
+                break
             # Without a supervised token the sum is zero and so is its gradient; some kernels refuse such an empty
             # product.
             if batch.num_targets == 0:
                 continue
             torch.manual_seed(seed)
-            # Kept on the device: reading it here would make the host wait for every micro-batch.
-            loss_total = loss_total + self._backward(model, batch, num_targets)
-        grad_norm = self._clip()
-        loss = float(loss_total)
-        non_finite = None if math.isfinite(grad_norm) and math.isfinite(loss) else self._first_non_finite()
-        if non_finite is None:
-            self._update(learning_rate)
-        else:
-            self._skip(non_finite)
+            if self.graphs is not None:
+                totals[0] += self.graphs.add_gradients(batch, 1 / num_units)
+                continue
+            loss_sum, values = objective.loss(batch)
+            mean = loss_sum / num_units
+            mean.backward()  # type: ignore[no-untyped-call]
+            totals[0] += mean.detach()
+            totals[1:-1] += values / num_units
+        if self.processes.count > 1:
+            self._sum_over_processes(totals)
+            is_stopping = bool(totals[-1] > 0)
+        if is_stopping:
+            self.clear_gradients()
+            raise StopRequested
+        if num_units == 0:
+            self.clear_gradients()
+        result = self._update(totals, objective.metrics, learning_rate)
         self.clear_gradients()
-        num_tokens = sum(batch.num_tokens for batch in micro_batches)
-        return StepResult(loss, grad_norm, num_tokens, num_targets, non_finite)
-
-    def _backward(self, model: LossModule, batch: Batch, num_targets: int) -> torch.Tensor:
-        """Add one micro-batch's gradients; return its part of the step's mean loss."""
-        if self.graphs is not None:
-            return self.graphs.add_gradients(batch, 1 / num_targets)
-        loss_sum, _ = model.loss(batch)
-        mean = loss_sum / num_targets
-        mean.backward()  # type: ignore[no-untyped-call]
-        return mean.detach()
+        return result
 
     def clear_gradients(self) -> None:
         """Free all gradients, or empty them where CUDA graphs add to them."""
         if self.graphs is not None:
             self.graphs.clear()
         else:
-            self._adamw.zero_grad(set_to_none=True)
+            self._optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def saved_weights(self) -> Iterator[None]:
+        """Let the parameters hold what would be saved, for the time of a `with` block.
+
+        For most optimisers these are the parameters themselves, for a schedule-free one the average of its steps.
+        Afterwards they are copied back, and not computed back, so that looking at them changes no bit of the run.
+        """
+        if not self._has_average:
+            yield
+            return
+        trained = [parameter.detach().clone() for parameter in self.parameters.values()]
+        self.finish()
+        try:
+            yield
+        finally:
+            self._optimizer.train()  # type: ignore[attr-defined]
+            with torch.no_grad():
+                for parameter, value in zip(self.parameters.values(), trained, strict=True):
+                    parameter.copy_(value)
+
+    def finish(self) -> None:
+        """Let the parameters hold what is to be saved, for good: no step follows."""
+        if self._has_average:
+            self._optimizer.eval()  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return AdamW's moments and step count by parameter name, and how many steps were skipped."""
-        moments = {name: dict(self._adamw.state[parameter]) for name, parameter in self.parameters.items()}
-        return {"moments": moments, "num_skipped": self.num_skipped, "num_skipped_in_a_row": self.num_skipped_in_a_row}
+        """Return what the optimiser keeps by parameter name and by group, and how many steps were skipped."""
+        return {
+            "state": {name: dict(self._optimizer.state[parameter]) for name, parameter in self.parameters.items()},
+            "groups": [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self._optimizer.param_groups
+            ],
+            "num_skipped": self.num_skipped,
+            "num_skipped_in_a_row": self.num_skipped_in_a_row,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, copying each moment to the device of its parameter."""
-        for name, moments in state["moments"].items():
+        """Take over what `state_dict` returned, copying each tensor to the device of its parameter.
+
+        Not by torch's own method, which casts everything to the parameter's type: codes of 8 bits would become floats.
+        """
+        for name, kept in state["state"].items():
             parameter = self.parameters[name]
-            self._adamw.state[parameter] = {key: value.to(parameter.device) for key, value in moments.items()}
+            self._optimizer.state[parameter] = {
+                key: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+                for key, value in kept.items()
+            }
+        for group, values in zip(self._optimizer.param_groups, state["groups"], strict=True):
+            group.update(values)
         self.num_skipped = state["num_skipped"]
         self.num_skipped_in_a_row = state["num_skipped_in_a_row"]
 
-    def _clip(self) -> float:
-        """Scale gradients down to `max_grad_norm` (0: leave them); return the norm before."""
+    @property
+    def _has_average(self) -> bool:
+        return "train_mode" in self._optimizer.param_groups[0]
+
+    def _sum_over_processes(self, totals: torch.Tensor) -> None:
+        """Sum gradients and totals over all processes, in one tensor and so in one message."""
+        parameters = list(self.parameters.values())
+        gradients = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters
+        ]
+        flat = self.processes.sum_(torch.cat([gradient.flatten() for gradient in (*gradients, totals)]))
+        *pieces, summed = torch.split(flat, [tensor.numel() for tensor in (*parameters, totals)])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            if parameter.grad is None:
+                parameter.grad = piece.view_as(parameter)
+            else:
+                parameter.grad.copy_(piece.view_as(parameter))
+        totals.copy_(summed)
+
+    def _update(self, totals: torch.Tensor, metrics: Sequence[str], learning_rate: float) -> StepResult:
+        """Clip and update, unless something is not finite."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         total_norm = torch.nn.utils.get_total_norm(gradients)
-        norm = float(total_norm)
-        if self.max_grad_norm > 0 and math.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.max_grad_norm, total_norm)
-        return norm
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate * group["lr_ratio"]
+        if self._decides_on_device:
+            self._update_on_device(totals[0], total_norm)
+        loss, *values, _, grad_norm = torch.cat([totals, total_norm.reshape(1).to(totals)]).tolist()
+        non_finite = None if math.isfinite(grad_norm) and math.isfinite(loss) else self._first_non_finite()
+        if non_finite is not None:
+            self._skip(non_finite)
+        else:
+            if not self._decides_on_device:
+                if self.max_grad_norm > 0:
+                    torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.max_grad_norm, total_norm)
+                self._optimizer.step()
+            self.num_skipped_in_a_row = 0
+        return StepResult(loss, grad_norm, dict(zip(metrics, values, strict=True)), non_finite)
 
-    def _update(self, learning_rate: float) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
-        self.num_skipped_in_a_row = 0
+    @property
+    def _decides_on_device(self) -> bool:
+        """Whether the update can be launched before the host knows norm and loss: torch's fused AdamW scales gradients
+        and skips a step by tensors on the device.
+        """
+        is_fused = isinstance(self._optimizer, torch.optim.AdamW) and bool(self._optimizer.defaults["fused"])
+        return is_fused and next(iter(self.parameters.values())).is_cuda
+
+    def _update_on_device(self, loss: torch.Tensor, total_norm: torch.Tensor) -> None:
+        """Update without waiting for the device. `grad_scale` divides gradients, `found_inf` = 1 leaves all as it was
+        (the protocol of torch.amp.GradScaler with fused optimisers).
+        """
+        limit = self.max_grad_norm if self.max_grad_norm > 0 else math.inf
+        self._optimizer.grad_scale = ((total_norm + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]
+        self._optimizer.found_inf = (~torch.isfinite(total_norm + loss)).float()  # type: ignore[attr-defined]
+        self._optimizer.step()
 
     def _skip(self, name: str) -> None:
         self.num_skipped += 1

@@ -32,6 +32,11 @@ class OutputFiles:
         return self._beside(".metrics.jsonl")
 
     @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard's event files, if they are asked for."""
+        return self._beside(".tensorboard")
+
+    @property
     def checkpoint(self) -> Path:
         """Newest state of the run."""
         return self._beside(".checkpoint")
@@ -136,16 +141,16 @@ def check_output(files: OutputFiles, base: Path, *, overwrite: bool, resume: boo
         )
 
 
-def check_free_space(files: OutputFiles, num_parameters: int) -> int:
+def check_free_space(files: OutputFiles, num_parameters: int, *, keeps_best: bool = False) -> int:
     """Refuse a run whose files will not fit on the disk; return the bytes that it needs at most.
 
-    Adapter: 4 bytes for each parameter. Checkpoint: 12 (weights and two moments), and twice while the new one replaces
-    the old.
+    Adapter: 4 bytes for each parameter. Checkpoint: 12 (weights and two moments), 4 more if the best weights are kept,
+    and twice while the new one replaces the old.
 
     Raises:
         OutputError: names the folder, the bytes needed and the bytes free.
     """
-    needed = (4 + 2 * 12) * num_parameters + 16 * 2**20
+    needed = (4 + 2 * (16 if keeps_best else 12)) * num_parameters + 16 * 2**20
     free = shutil.disk_usage(files.adapter.parent).free
     # The old checkpoint is already on the disk and will be replaced.
     if files.checkpoint.exists():

@@ -16,15 +16,20 @@ from pyggtrain.adapters.lora import LoraAdapter, LoraConfig, attach
 from pyggtrain.data.preview import preview
 from pyggtrain.errors import ConfigError, UnsupportedError
 from pyggtrain.gguf import GGUFFile, Tokenizer
-from pyggtrain.nn import Model
+from pyggtrain.nn import Model, activation_dtype
+from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.data import RunData, load_data
 from pyggtrain.training.memory import MemoryPlan, mib, plan_memory, tune_allocator
+from pyggtrain.training.objectives import OBJECTIVES
+from pyggtrain.training.optimizers import check_optimizer
 from pyggtrain.training.output import OutputFiles, check_free_space, check_output
+from pyggtrain.training.processes import Processes, join_processes
 from pyggtrain.training.progress import Progress
 from pyggtrain.training.schedule import num_warmup_steps
-from pyggtrain.training.trainer import Trainer, count_steps
+from pyggtrain.training.trackers import Together, check_trackers, make_trackers
+from pyggtrain.training.trainer import Trainer
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +49,7 @@ class Preparation:
         memory: expected memory.
         checkpoint: state to continue from, None for a new run.
         started: when the run was started first (ISO 8601).
+        processes: that share the rows; the first one writes and tells.
     """
 
     config: TrainConfig
@@ -58,13 +64,17 @@ class Preparation:
     memory: MemoryPlan
     checkpoint: Checkpoint | None
     started: str
+    processes: Processes
 
     @cached_property
     def facts(self) -> dict[str, str]:
         """The plan, for a person: name -> value."""
         config, adapter, data = self.config, self.adapter, self.data
         pairs = adapter.pairs.values()
-        num_steps = count_steps(config, len(data.rows))
+        num_processes = self.processes.count
+        num_steps = count_steps(config, len(data.rows), num_processes)
+        step_rows = config.step_rows * num_processes
+        shares = f"{num_processes} processes x " if num_processes > 1 else ""
         kinds = Counter(_kind(name) for name in adapter.pairs)
         facts = {
             "base": f"{self.base.path} ({self.base.architecture}, {mib(self.base.file_bytes)}), read only",
@@ -80,8 +90,9 @@ class Preparation:
         facts |= {
             "rows": f"{len(data.rows)} to train on, {len(data.held_out)} held out; "
             f"at most {self.max_length} tokens each",
-            "steps": f"{num_steps} of {config.step_rows} rows ({config.per_device_train_batch_size} x "
-            f"{config.gradient_accumulation_steps}), {num_steps * config.step_rows / len(data.rows):.2f} epochs",
+            "method": _method_text(config),
+            "steps": f"{num_steps} of {step_rows} rows ({shares}{config.per_device_train_batch_size} x "
+            f"{config.gradient_accumulation_steps}), {num_steps * step_rows / len(data.rows):.2f} epochs",
             "rate": f"{config.learning_rate:g}, {config.lr_scheduler_type}, "
             f"{num_warmup_steps(config, num_steps)} steps of warm-up",
             "device": f"{self.device}, {torch.get_num_threads()} threads, compute {config.compute}",
@@ -97,22 +108,25 @@ class Preparation:
 
     def trainer(self, progress: Progress) -> Trainer:
         """Return the loop for this run."""
+        config, data = self.config, self.data
         parameters = {}
         for name, pair in self.adapter.pairs.items():
             parameters[f"{name}.lora_a"], parameters[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
         return Trainer(
-            self.model,
+            OBJECTIVES[config.method](self.model, config),
             parameters,
-            self.data.rows,
-            self.data.held_out,
-            config=self.config,
+            data.rows,
+            data.held_out,
+            config=config,
             files=self.files,
             base_sha256=self.base.header_sha256,
-            data_sha256=self.data.report.sha256,
+            data_sha256=data.report.sha256,
+            held_out_sha256=data.held_out_report.sha256 if data.held_out_report is not None else None,
             started=self.started,
             resume_from=self.checkpoint,
             device=self.device,
-            progress=progress,
+            progress=Together([progress, *make_trackers(config, self.files)]),
+            processes=self.processes,
         )
 
     def _memory_text(self) -> str:
@@ -132,24 +146,35 @@ def prepare(config: TrainConfig) -> Preparation:
         OutputError: the output would overwrite something, or cannot be written.
         GGUFError, UnsupportedError: the base file, or a weight that an adapter cannot train.
         DataError: the data.
-        ConfigError: settings that do not fit model, data or device.
+        ConfigError: settings that do not fit model, data, device or installation.
+        ProcessLostError: the run has several processes, and not all of them came.
     """
+    check_optimizer(config)
+    check_trackers(config)
+    processes = join_processes(config.ddp_timeout)
     files = OutputFiles(Path(config.output))
     check_output(files, Path(config.model), overwrite=config.overwrite, resume=config.resume)
-    torch.set_num_threads(config.num_threads or num_usable_cores())
+    torch.set_num_threads(config.num_threads or max(1, num_usable_cores() // processes.local_count))
     checkpoint = load_checkpoint(files.checkpoint) if config.resume else None
     started = (
         checkpoint.started if checkpoint is not None else datetime.now().astimezone().isoformat(timespec="seconds")
     )
     base = GGUFFile.open(config.model)
-    device = choose_device(config.device)
+    device = processes.device(choose_device(config.device))
     tokenizer = Tokenizer.from_gguf(config.model)
     max_length = _max_length(config, base)
     data = load_data(config, tokenizer, max_length=max_length, started=datetime.fromisoformat(started))
-    model = models.load(base, implementation=config.model_impl, device=str(device), compute=config.compute)
+    model = models.load(
+        base,
+        implementation=config.model_impl,
+        device=str(device),
+        dtype=compute_dtype(config, device),
+        compute=config.compute,
+    )
     adapter = attach(model, lora_config(config), seed=config.seed)
+    model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
-    check_free_space(files, adapter.num_parameters)
+    check_free_space(files, adapter.num_parameters, keeps_best=config.load_best_model_at_end)
     lengths = sorted(row.num_tokens for row in [*data.rows, *data.held_out])
     memory = plan_memory(
         model,
@@ -163,7 +188,7 @@ def prepare(config: TrainConfig) -> Preparation:
     )
     tune_allocator(memory.policy)
     return Preparation(
-        config, files, base, tokenizer, device, max_length, data, model, adapter, memory, checkpoint, started
+        config, files, base, tokenizer, device, max_length, data, model, adapter, memory, checkpoint, started, processes
     )
 
 
@@ -180,6 +205,11 @@ def lora_config(config: TrainConfig) -> LoraConfig:
         rank_pattern=config.rank_pattern,
         alpha_pattern=config.alpha_pattern,
     )
+
+
+def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of activations: float32 on a CPU and with "exact", else bfloat16."""
+    return torch.float32 if config.compute == "exact" else activation_dtype(device)
 
 
 def choose_device(name: str) -> torch.device:
@@ -215,6 +245,14 @@ def num_usable_cores() -> int:
 def _max_length(config: TrainConfig, base: GGUFFile) -> int:
     context_length = base.metadata.get(f"{base.architecture}.context_length")
     return min(config.max_seq_length, context_length) if isinstance(context_length, int) else config.max_seq_length
+
+
+def _method_text(config: TrainConfig) -> str:
+    text = config.method if config.method == "sft" else f"{config.method}, beta {config.beta:g}"
+    if config.neftune_noise_alpha > 0:
+        text += f", noise on embeddings {config.neftune_noise_alpha:g}"
+    ratio = "" if config.loraplus_lr_ratio == 1 else f", lora_b {config.loraplus_lr_ratio:g} times faster"
+    return f"{text}; {config.optim}{ratio}"
 
 
 def _kind(tensor: str) -> str:

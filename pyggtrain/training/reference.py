@@ -8,7 +8,8 @@ from pyggtrain.training.config import TrainConfig, describe_type, field_docs, fi
 SECTIONS = {
     "Files": "model",
     "Adapter": "r",
-    "Optimiser": "learning_rate",
+    "Objective": "method",
+    "Optimiser": "optim",
     "Data": "max_seq_length",
     "Compute": "device",
     "Progress": "logging_steps",

@@ -10,11 +10,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pyggtrain.nn import Batch, Model
 from pyggtrain.ops.linear_cross_entropy import IGNORED
+from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.objectives import LossModule
 
 # From here on a step is bound by the GPU, and a graph wins nothing.
 MAX_TOKENS = 6144
@@ -47,14 +50,14 @@ class StepGraphs:
         parameters: name -> trained tensor.
     """
 
-    def __init__(self, model: Model, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: LossModule, parameters: Mapping[str, torch.Tensor]) -> None:
         self.model = model
         self._parameters = list(parameters.values())
         self._gradients: list[torch.Tensor] = []
         self._graphs: OrderedDict[Shape, _Captured] = OrderedDict()
         self._seen: set[Shape] = set()
         self._too_large: set[Shape] = set()
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._scale = torch.zeros((), device=self._parameters[0].device)
 
     def clear(self) -> None:
@@ -133,6 +136,15 @@ class StepGraphs:
         return captured
 
 
+def can_graph(config: TrainConfig, model: LossModule) -> bool:
+    """Whether micro-batches of a run may be brought to a few shapes, and their steps captured.
+
+    Pairs of answers must keep their documents; noise on embeddings depends on the documents' lengths.
+    """
+    is_fused = isinstance(model, Model) and model.is_fused
+    return is_fused and config.cuda_graphs and config.method == "sft" and not config.neftune_noise_alpha
+
+
 def filled_up(batch: Batch) -> Batch:
     """The same documents and targets, brought to a shape that comes again; loss and gradients are the same.
 
@@ -146,7 +158,7 @@ def filled_up(batch: Batch) -> Batch:
     num_filler = -batch.num_tokens % TOKEN_MULTIPLE
     if num_filler == 0 and num_rows and int(batch.targets_T[-1]) != IGNORED:
         num_filler = TOKEN_MULTIPLE
-    if num_filler == 0 and num_rows == 0:
+    if batch.num_tokens > MAX_TOKENS or (num_filler == 0 and num_rows == 0):
         return batch
     tokens_T, positions_T, targets_T, cu_seqlens = batch.tokens_T, batch.positions_T, batch.targets_T, batch.cu_seqlens
     if num_filler:

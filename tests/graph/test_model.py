@@ -283,6 +283,20 @@ def test_chunks_of_the_loss_give_the_same_loss(tiny: ImportedModel) -> None:
     torch.testing.assert_close(parts, whole)
 
 
+def test_log_probs_are_those_of_the_logits_with_their_gradient(tiny: ImportedModel) -> None:
+    """Also where something follows the head, and where documents run one by one."""
+    batch = documents(5, 9, 1)
+    weights = torch.linspace(-1, 1, batch.num_tokens)
+    parameters = [half for halves in with_random_pairs(tiny).values() for half in halves]
+    found = tiny.log_probs(batch)
+    wanted = torch.log_softmax(tiny.logits(batch), dim=1)
+    wanted = wanted.gather(1, batch.targets_T.clamp(min=0).unsqueeze(1)).squeeze(1).where(batch.targets_T >= 0, 0.0)
+    assert relative(found.detach(), wanted.detach()) < 1e-5
+    gradients = [torch.autograd.grad((value * weights).sum(), parameters) for value in (found, wanted)]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert relative(ours, theirs) < 1e-3
+
+
 def test_layers_are_the_blocks(tiny: ImportedModel) -> None:
     assert len(tiny.layers) == 2
     for index, layer in enumerate(tiny.layers):

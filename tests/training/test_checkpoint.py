@@ -32,7 +32,13 @@ def path(tmp_path):
     save_checkpoint(
         path,
         Checkpoint(
-            3, "2026-01-02T03:04:05", origin(), {"w.lora_a": torch.randn(2, 3)}, {"moments": {}, "num_skipped": 1}
+            step=3,
+            started="2026-01-02T03:04:05",
+            origin=origin(),
+            parameters={"w.lora_a": torch.randn(2, 3)},
+            optimizer={"state": {}, "num_skipped": 1},
+            evaluations={"losses": {0: 2.0}, "best_parameters": None},
+            loss=1.5,
         ),
     )
     return path
@@ -45,6 +51,8 @@ def test_what_was_saved_is_loaded(path):
         loaded.step == 3
         and loaded.started == "2026-01-02T03:04:05"
         and loaded.optimizer["num_skipped"] == 1
+        and loaded.evaluations["losses"] == {0: 2.0}
+        and loaded.loss == 1.5
         and loaded.parameters["w.lora_a"].shape == (2, 3)
     )
 
@@ -54,6 +62,23 @@ def test_settings_without_influence_may_change(path):
         model="elsewhere", data=("x", "y"), output="p", resume=True, num_threads=3, save_steps=1, logging_steps=9
     )
     check_same_run(path, load_checkpoint(path).origin, moved)
+
+
+def test_evaluation_may_change_only_while_it_decides_nothing(path):
+    assert origin(eval_steps=5).differences(origin(eval_steps=6)) == []
+    stops = {"early_stopping_patience": 2}
+    assert origin(eval_steps=5, **stops).differences(origin(eval_steps=6, **stops)) == [
+        "eval_steps: 5, the checkpoint has 6"
+    ]
+    one, other = (
+        Origin.of(config(load_best_model_at_end=True), "a", "b", 20, held_out_sha256=sha256) for sha256 in ("c", "d")
+    )
+    assert one.differences(other) == ["hash of eval_data: 'c', the checkpoint has 'd'"]
+
+
+def test_another_number_of_processes_is_refused():
+    two = Origin.of(config(), "a" * 64, "b" * 64, 20, num_processes=2)
+    assert two.differences(origin()) == ["number of processes: 2, the checkpoint has 1"]
 
 
 @pytest.mark.parametrize(

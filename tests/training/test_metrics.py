@@ -1,77 +1,31 @@
-"""The metrics file after stops, resumes and numbers that JSON cannot hold."""
-
-import json
-import math
+"""What is measured between two lines of metrics."""
 
 import pytest
 import torch
 
-from pyggtrain.training.metrics import EvalMetrics, MetricsFile, StepMetrics, memory_mib, read_metrics
-from pyggtrain.training.output import OutputError
+from pyggtrain.training.metrics import LoggedStep, StepLog, memory_mib
+from pyggtrain.training.optim import StepResult
 
 
-def metrics(step: int, **changes) -> StepMetrics:
-    values = {
-        "step": step,
-        "epoch": 0.5,
-        "loss": 1.0,
-        "learning_rate": 1e-4,
-        "grad_norm": 2.0,
-        "tokens": 10,
-        "supervised_tokens": 5,
-        "tokens_per_second": 3.0,
-        "eta_seconds": 4.0,
-        "elapsed_seconds": 5.0,
-        "memory_mib": None,
-    }
-    return StepMetrics(**{**values, **changes})
+def test_a_line_is_the_mean_over_units_of_the_steps_since_the_last():
+    log = StepLog(10, torch.device("cpu"))
+    log.add(LoggedStep(StepResult(1.0, 5.0, {"accuracy": 1.0}), num_units=2, num_tokens=20, num_learnt=7, seconds=1.0))
+    log.add(LoggedStep(StepResult(4.0, 6.0, {"accuracy": 0.0}), num_units=1, num_tokens=10, num_learnt=3, seconds=2.0))
+    line = log.line(2, 0.5, 1e-3)
+    assert (line.loss, line.grad_norm, line.metrics) == (2.0, 6.0, {"accuracy": pytest.approx(2 / 3)})
+    assert (line.tokens, line.supervised_tokens, line.tokens_per_second) == (30, 10, 10.0)
+    assert line.eta_seconds == 8 * 1.5 and log.num_tokens == 30
+    log.add(LoggedStep(StepResult(3.0, 1.0), num_units=1, num_tokens=1, num_learnt=1, seconds=1.0))
+    assert log.line(3, 0.5, 1e-3).loss == 3.0
 
 
-def test_each_line_is_one_json_object(tmp_path):
-    path = tmp_path / "m.jsonl"
-    file = MetricsFile(path, first_step=0)
-    file.write(metrics(1))
-    file.write(EvalMetrics(step=1, eval_loss=2.0, eval_tokens=7))
-    first, second = map(json.loads, path.read_text().splitlines())
-    assert first["supervised_tokens"] == 5 and "skipped_tensor" not in first
-    assert second == {"step": 1, "eval_loss": 2.0, "eval_tokens": 7}
-
-
-def test_numbers_that_json_cannot_hold_become_null(tmp_path):
-    path = tmp_path / "m.jsonl"
-    MetricsFile(path, first_step=0).write(
-        metrics(1, loss=math.nan, grad_norm=math.inf, skipped_tensor="blk.0.attn_q.weight.lora_b")
-    )
-    (line,) = map(json.loads, path.read_text().splitlines())
-    assert line["loss"] is None and line["grad_norm"] is None and line["skipped_tensor"] == "blk.0.attn_q.weight.lora_b"
-
-
-def test_resuming_drops_lines_of_steps_that_come_again(tmp_path):
-    path = tmp_path / "m.jsonl"
-    file = MetricsFile(path, first_step=0)
-    for step in range(1, 6):
-        file.write(metrics(step))
-    # A line that the end of the process cut off.
-    with path.open("a") as stream:
-        stream.write('{"step": 6, "lo')
-    MetricsFile(path, first_step=3).write(metrics(4))
-    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
-
-
-def test_a_new_run_starts_a_new_file(tmp_path):
-    path = tmp_path / "m.jsonl"
-    MetricsFile(path, first_step=0).write(metrics(1))
-    MetricsFile(path, first_step=0)
-    assert list(read_metrics(path)) == []
-
-
-def test_full_disk_is_named(tmp_path):
-    path = tmp_path / "m.jsonl"
-    file = MetricsFile(path, first_step=0)
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(OutputError, match=r"m\.jsonl"):
-        file.write(metrics(1))
+def test_a_skipped_step_does_not_count_into_the_loss():
+    log = StepLog(10, torch.device("cpu"))
+    log.add(LoggedStep(StepResult(1.0, 5.0), num_units=2, num_tokens=20, num_learnt=7, seconds=1.0))
+    skipped = StepResult(float("nan"), 6.0, non_finite="w")
+    log.add(LoggedStep(skipped, num_units=1, num_tokens=10, num_learnt=3, seconds=2.0))
+    line = log.line(2, 0.5, 1e-3)
+    assert (line.loss, line.skipped_tensor) == (1.0, "w")
 
 
 def test_memory_of_this_process_is_plausible():

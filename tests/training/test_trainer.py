@@ -1,5 +1,6 @@
 """The loop on a tiny random model: order, resume, stop, held-out loss, metrics, seeds."""
 
+import dataclasses
 import math
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,16 @@ from pyggtrain.adapters.lora import LoraConfig, attach
 from pyggtrain.data.encode import Example
 from pyggtrain.errors import ConfigError
 from pyggtrain.gguf import GGUFFile
+from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import load_checkpoint
 from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.interrupts import TrainingInterrupted
 from pyggtrain.training.metrics import read_metrics
+from pyggtrain.training.objectives import OBJECTIVES
 from pyggtrain.training.output import OutputFiles
+from pyggtrain.training.processes import Processes
 from pyggtrain.training.progress import Progress
-from pyggtrain.training.trainer import Trainer, TrainingInterrupted, count_steps
+from pyggtrain.training.trainer import Trainer
 
 
 def make_rows(count: int, seed: int = 5) -> list[Example]:
@@ -38,8 +44,34 @@ def make_rows(count: int, seed: int = 5) -> list[Example]:
 ROWS = make_rows(11)
 
 
+@dataclass(frozen=True)
+class Pair:
+    chosen: Example
+    rejected: Example
+
+    @property
+    def num_tokens(self) -> int:
+        return self.chosen.num_tokens + self.rejected.num_tokens
+
+    @property
+    def num_learnt(self) -> int:
+        return self.chosen.num_learnt + self.rejected.num_learnt
+
+
+def make_pairs(count: int) -> list[Pair]:
+    return [Pair(*answers) for answers in zip(make_rows(count, seed=6), make_rows(count, seed=7), strict=True)]
+
+
 def make_trainer(
-    path: Path, folder: Path, *, rows=ROWS, held_out=(), resume: bool = False, progress=None, **settings
+    path: Path,
+    folder: Path,
+    *,
+    rows=ROWS,
+    held_out=(),
+    resume: bool = False,
+    progress=None,
+    processes: Processes | None = None,
+    **settings,
 ) -> Trainer:
     settings = {
         "r": 4,
@@ -53,13 +85,14 @@ def make_trainer(
     model = models.load(GGUFFile.open(path))
     lora = LoraConfig(r=config.r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout)
     adapter = attach(model, lora, seed=config.seed)
+    model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
     files = OutputFiles(folder / "a.gguf")
     parameters = {}
     for name, pair in adapter.pairs.items():
         parameters[f"{name}.lora_a"], parameters[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
     return Trainer(
-        model,
+        OBJECTIVES[config.method](model, config),
         parameters,
         list(rows),
         list(held_out),
@@ -71,6 +104,7 @@ def make_trainer(
         resume_from=load_checkpoint(files.checkpoint) if resume else None,
         device=torch.device("cpu"),
         progress=progress or Progress(),
+        processes=processes,
     )
 
 
@@ -80,21 +114,21 @@ def weights(trainer: Trainer) -> torch.Tensor:
 
 def interrupt_at_call(trainer: Trainer, call: int, number: int = signal.SIGINT) -> None:
     """Send a signal to this process while micro-batch `call` (from 1) is computed."""
-    compute, calls = trainer.model.loss, iter(range(1, 10_000))
+    compute, calls = trainer.objective.model.loss, iter(range(1, 10_000))
 
     def loss(batch):
         if next(calls) == call:
             os.kill(os.getpid(), number)
         return compute(batch)
 
-    trainer.model.loss = loss
+    trainer.objective.model.loss = loss
 
 
 def test_steps_of_an_epoch_take_every_row_once(tiny_llama_path, tmp_path):
     trainer = make_trainer(tiny_llama_path, tmp_path, gradient_accumulation_steps=2)
-    assert trainer.steps_per_epoch == 3
+    assert trainer.batches.steps_per_epoch == 3
     for epoch in range(2):
-        batches = [batch for step in range(3) for batch in trainer.micro_batches(3 * epoch + step)]
+        batches = [batch for step in range(3) for batch in trainer.batches.of_step(3 * epoch + step).micro_batches]
         assert [batch.num_documents for batch in batches] == [2, 2, 2, 2, 2, 1]
         seen = [
             tuple(batch.tokens_T[a:b].tolist())
@@ -102,7 +136,9 @@ def test_steps_of_an_epoch_take_every_row_once(tiny_llama_path, tmp_path):
             for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)
         ]
         assert sorted(seen) == sorted(tuple(row.input_ids) for row in ROWS)
-    first, second = ([batch.tokens_T.tolist() for batch in trainer.micro_batches(step)] for step in (0, 3))
+    first, second = (
+        [batch.tokens_T.tolist() for batch in trainer.batches.of_step(step).micro_batches] for step in (0, 3)
+    )
     assert first != second
 
 
@@ -144,7 +180,7 @@ def test_one_row_in_eight_micro_batches_is_eight_rows_in_one(tiny_llama_path, tm
 def test_loss_is_the_mean_over_learnt_tokens_of_the_step(tiny_llama_path, tmp_path):
     trainer = make_trainer(tiny_llama_path, tmp_path, max_steps=1)
     with torch.no_grad():
-        sums = [trainer.model.loss(batch) for batch in trainer.micro_batches(0)]
+        sums = [trainer.objective.model.loss(batch) for batch in trainer.batches.of_step(0).micro_batches]
     expected = sum(float(loss) for loss, _ in sums) / sum(count for _, count in sums)
     assert trainer.run().loss == pytest.approx(expected, rel=1e-5)
 
@@ -211,7 +247,7 @@ def test_handlers_of_signals_are_put_back(tiny_llama_path, tmp_path):
 
 def test_second_interrupt_ends_at_once_and_keeps_the_old_checkpoint(tiny_llama_path, tmp_path):
     trainer = make_trainer(tiny_llama_path, tmp_path, save_steps=2)
-    compute, calls = trainer.model.loss, iter(range(1, 100))
+    compute, calls = trainer.objective.model.loss, iter(range(1, 100))
 
     def loss(batch):
         if next(calls) == 7:
@@ -219,7 +255,7 @@ def test_second_interrupt_ends_at_once_and_keeps_the_old_checkpoint(tiny_llama_p
             os.kill(os.getpid(), signal.SIGINT)
         return compute(batch)
 
-    trainer.model.loss = loss
+    trainer.objective.model.loss = loss
     with pytest.raises(KeyboardInterrupt) as caught:
         trainer.run()
     assert not isinstance(caught.value, TrainingInterrupted)
@@ -248,13 +284,13 @@ def test_finished_run_resumes_to_its_end_without_a_step(tiny_llama_path, tmp_pat
 
 def test_held_out_loss_makes_no_gradient_and_no_dropout(tiny_llama_path, tmp_path):
     trainer = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:3], lora_dropout=0.5, max_steps=6)
-    compute, modes = trainer.model.loss, []
+    compute, modes = trainer.objective.model.loss, []
 
     def loss(batch):
-        modes.append((torch.is_grad_enabled(), trainer.model.training))
+        modes.append((torch.is_grad_enabled(), trainer.objective.model.training))
         return compute(batch)
 
-    trainer.model.loss = loss
+    trainer.objective.model.loss = loss
     summary = trainer.run()
     # At the start, after each epoch of 3 steps; 2 micro-batches each time.
     assert modes.count((False, False)) == 6 and modes.count((True, True)) == 12 and len(modes) == 18
@@ -262,8 +298,8 @@ def test_held_out_loss_makes_no_gradient_and_no_dropout(tiny_llama_path, tmp_pat
     assert [line["step"] for line in evals] == [0, 3, 6]
     assert (summary.first_eval_loss, summary.eval_loss) == (evals[0]["eval_loss"], evals[-1]["eval_loss"])
     with torch.no_grad():
-        trainer.model.eval()
-        total, count = zip(*(compute(batch) for batch in trainer._batches(ROWS[:3])), strict=True)
+        trainer.objective.model.eval()
+        total, count = zip(*(compute(batch) for batch in trainer.batches.held_out()), strict=True)
     assert summary.eval_loss == pytest.approx(float(sum(total)) / sum(count), rel=1e-6)
     assert evals[0]["eval_tokens"] == sum(row.num_learnt for row in ROWS[:3])
 
@@ -301,8 +337,11 @@ def test_skipped_step_is_told_and_training_goes_on(tiny_llama_path, tmp_path):
             told.append(metrics)
 
     trainer = make_trainer(tiny_llama_path, tmp_path, max_steps=4, progress=Listener())
-    compute, calls = trainer.model.loss, iter(range(1, 100))
-    trainer.model.loss = lambda batch: (compute(batch)[0] * (math.nan if next(calls) == 3 else 1), batch.num_targets)
+    compute, calls = trainer.objective.model.loss, iter(range(1, 100))
+    trainer.objective.model.loss = lambda batch: (
+        compute(batch)[0] * (math.nan if next(calls) == 3 else 1),
+        batch.num_targets,
+    )
     summary = trainer.run()
     assert summary.num_skipped == 1 and torch.isfinite(weights(trainer)).all()
     assert [metrics.skipped_tensor is None for metrics in told] == [True, False, True, True]
@@ -324,6 +363,118 @@ def test_checkpoint_that_cannot_be_written_leaves_the_older_one(tiny_llama_path,
         trainer.run()
     assert load_checkpoint(trainer.files.checkpoint).step == 2
     assert {path.name for path in tmp_path.iterdir()} == {"a.gguf.checkpoint", "a.gguf.metrics.jsonl"}
+
+
+def evaluations_of(trainer: Trainer, losses: list[float]) -> None:
+    """Let the held-out loss be what is given."""
+    values = iter(losses)
+    trainer._held_out_means = lambda stop_requested: [next(values)]
+
+
+def test_training_stops_early_and_keeps_the_best_weights(tiny_llama_path, tmp_path):
+    settings = {"eval_steps": 1, "early_stopping_patience": 2, "load_best_model_at_end": True, "save_steps": 1}
+    trainer = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:2], max_steps=8, **settings)
+    evaluations_of(trainer, [5.0, 4.0, 3.0, 3.5, 3.2, 1.0])
+    seen = {}
+    save = trainer._save
+    trainer._save = lambda done: (save(done), seen.setdefault(done, weights(trainer)))
+    summary = trainer.run()
+    assert (summary.num_steps, summary.num_planned_steps, summary.best_step) == (4, 8, 2)
+    assert (summary.first_eval_loss, summary.eval_loss) == (5.0, 3.0)
+    assert torch.equal(weights(trainer), seen[2]) and not torch.equal(weights(trainer), seen[4])
+
+    again = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:2], max_steps=8, resume=True, **settings)
+    assert again.run() == dataclasses.replace(summary, num_tokens=0, seconds=0.0)
+    assert torch.equal(weights(again), seen[2])
+
+
+def test_a_resumed_run_stops_early_where_it_would_have_stopped(tiny_llama_path, tmp_path):
+    settings = {"eval_steps": 1, "early_stopping_patience": 2, "load_best_model_at_end": True, "max_steps": 8}
+    losses = [5.0, 3.0, 4.0, 4.0, 1.0]
+    (tmp_path / "straight").mkdir()
+    straight = make_trainer(tiny_llama_path, tmp_path / "straight", held_out=ROWS[:2], **settings)
+    evaluations_of(straight, losses)
+    expected = straight.run()
+    stopped = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:2], **settings)
+    evaluations_of(stopped, losses)
+    # Two micro-batches a step, and the third step is cut short.
+    interrupt_at_call(stopped, 5)
+    with pytest.raises(TrainingInterrupted, match="after step 2"):
+        stopped.run()
+    resumed = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:2], resume=True, **settings)
+    evaluations_of(resumed, losses[3:])
+    result = resumed.run()
+    assert (result.num_steps, result.best_step) == (expected.num_steps, expected.best_step) == (3, 1)
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optim": "adamw_8bit", "r": 32, "loraplus_lr_ratio": 4.0},
+        {"optim": "muon"},
+        {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
+        {"lr_scheduler_type": "wsd", "neftune_noise_alpha": 5.0},
+        {"method": "dpo", "neftune_noise_alpha": 5.0},
+        {"method": "orpo", "optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_every_kind_of_run_learns_and_resumes_in_the_same_bits(tiny_llama_path, tmp_path, settings):
+    """With dropout, held-out losses in between, and a stop inside an accumulation window."""
+    rows = make_pairs(9) if "method" in settings else ROWS
+    settings = {"max_steps": 9, "lora_dropout": 0.1, "eval_steps": 2, "weight_decay": 0.01, **settings}
+    (tmp_path / "straight").mkdir()
+    straight = make_trainer(tiny_llama_path, tmp_path / "straight", rows=rows, held_out=rows[:3], **settings)
+    before = weights(straight)
+    expected = straight.run()
+    assert expected.eval_loss < expected.first_eval_loss
+    assert not torch.equal(weights(straight), before)
+
+    stopped = make_trainer(tiny_llama_path, tmp_path, rows=rows, held_out=rows[:3], **settings)
+    take_step, calls = stopped.optimizer.step, iter(range(1, 100))
+
+    def step(*args, **arguments):
+        if next(calls) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take_step(*args, **arguments)
+
+    stopped.optimizer.step = step
+    with pytest.raises(TrainingInterrupted, match="after step 5"):
+        stopped.run()
+    resumed = make_trainer(tiny_llama_path, tmp_path, rows=rows, held_out=rows[:3], resume=True, **settings)
+    result = resumed.run()
+    assert torch.equal(weights(resumed), weights(straight))
+    assert (result.loss, result.eval_loss) == (expected.loss, expected.eval_loss)
+
+
+def test_evaluating_changes_no_bit_of_a_schedule_free_run(tiny_llama_path, tmp_path):
+    settings = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "max_steps": 6}
+    with_evaluation = make_trainer(tiny_llama_path, tmp_path, held_out=ROWS[:2], eval_steps=1, **settings)
+    with_evaluation.run()
+    without = make_trainer(tiny_llama_path, tmp_path, **settings)
+    without.run()
+    assert torch.equal(weights(with_evaluation), weights(without))
+
+
+def test_preferences_are_learnt_and_told(tiny_llama_path, tmp_path):
+    pairs = make_pairs(4)
+    trainer = make_trainer(
+        tiny_llama_path, tmp_path, rows=pairs, held_out=pairs, method="dpo", max_steps=20, lr_scheduler_type="constant"
+    )
+    summary = trainer.run()
+    lines = list(read_metrics(trainer.files.metrics))
+    first, *_, last = [line for line in lines if "loss" in line]
+    assert first["loss"] == pytest.approx(math.log(2)) and first["rewards/margins"] == 0
+    assert last["loss"] < 0.1 and last["rewards/accuracies"] == 1 and last["rewards/chosen"] > last["rewards/rejected"]
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert evaluated[0]["eval_loss"] == pytest.approx(math.log(2)) and evaluated[-1]["eval_rewards/accuracies"] == 1
+    assert summary.eval_loss == evaluated[-1]["eval_loss"]
+
+
+def test_rows_without_a_rejected_answer_are_refused_for_preferences(tiny_llama_path, tmp_path):
+    with pytest.raises(ConfigError, match="row 0 has none"):
+        make_trainer(tiny_llama_path, tmp_path, method="dpo")
 
 
 FRESH_PROCESS = """

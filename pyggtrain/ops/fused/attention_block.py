@@ -121,7 +121,7 @@ class _AttentionFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
         from pyggtrain.kernels.lora import mm_float32
         from pyggtrain.kernels.rms_norm import rms_norm_backward
         from pyggtrain.kernels.rope import rope_backward
@@ -159,7 +159,7 @@ class _AttentionFunction(torch.autograd.Function):
         del weight
         q, k, v = heads_of(qkv, block.head_counts, block.head_width)
         d_q, d_k, d_v = gpu_attention_backward(
-            d_o.unflatten(1, (block.num_heads, -1)), q, k, v, o_THK, kept, run.documents, block.softmax_scale
+            d_o.view(num_tokens, block.num_heads, -1), q, k, v, o_THK, kept, run.documents, block.softmax_scale
         )
         del q, k, v, qkv, o_THK, d_o, kept, saved
 
@@ -202,5 +202,6 @@ def attention_block(
         [T, D].
     """
     lora = [item for pair in pairs for item in (pair or (None, None))]
-    y_TD: torch.Tensor = _AttentionFunction.apply(x_TD, _Run(block, tables, documents, kept), *lora)
+    run = _Run(block, tables, documents, kept)
+    y_TD: torch.Tensor = _AttentionFunction.apply(x_TD, run, *lora)  # type: ignore[no-untyped-call]
     return y_TD

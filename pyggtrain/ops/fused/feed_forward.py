@@ -122,7 +122,7 @@ class _FeedForwardFunction(torch.autograd.Function):
         return z
 
     @staticmethod
-    def backward(ctx: Any, dz: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dz: torch.Tensor) -> Any:
         from pyggtrain.kernels.rms_norm import rms_norm_backward
         from pyggtrain.kernels.swiglu import swiglu_backward
 
@@ -181,5 +181,5 @@ def feed_forward(x_TD: torch.Tensor, block: FeedForward, pairs: Sequence[Pair], 
         [T, D].
     """
     lora = [item for pair in pairs for item in (pair or (None, None))]
-    z_TD: torch.Tensor = _FeedForwardFunction.apply(x_TD, _Run(block, kept), *lora)
+    z_TD: torch.Tensor = _FeedForwardFunction.apply(x_TD, _Run(block, kept), *lora)  # type: ignore[no-untyped-call]
     return z_TD

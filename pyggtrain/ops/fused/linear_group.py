@@ -93,11 +93,20 @@ class ExtendedWeight:
         return torch.mm(x, rows) if out is None else torch.mm(x, rows, out=out)
 
     def backward(self, dy: torch.Tensor) -> torch.Tensor:
-        """Fill the columns of the buffer dy [T, N + P] behind its first N, and return dx [T, K]."""
+        """Fill the columns of the buffer dy [T, N + P] behind its first N, and return dx [T, K].
+
+        dy B is a thin product that reads all of dy. Where dy is much wider than x it comes out of the big product
+        instead, as P more columns, and its share of dx is added afterwards.
+        """
         num_rows, width = self.group.num_rows, self.group.num_columns
-        if self.padding:
+        if not self.padding:
+            return torch.mm(dy, self.values)
+        if num_rows < 3 * width:
             torch.mm(dy[:, :num_rows], self.values[:num_rows, width:], out=dy[:, num_rows:])
-        return torch.mm(dy, self.values[:, :width])
+            return torch.mm(dy, self.values[:, :width])
+        both = torch.mm(dy[:, :num_rows], self.values[:num_rows])
+        dy[:, num_rows:] = both[:, width:]
+        return both[:, :width].addmm_(both[:, width:], self.values[num_rows:, :width])
 
     def pair_gradients(self, dy: torch.Tensor, x: torch.Tensor, low_rank: torch.Tensor) -> list[torch.Tensor | None]:
         """Gradients of lora_a and lora_b of each linear in turn, float32; None for one without a pair.
@@ -130,7 +139,7 @@ class ExtendedWeight:
         if len(scales) == 1:
             (scale,) = scales
             return d_lora_a if scale == 1.0 else d_lora_a.mul_(scale)
-        for part, scale in zip(d_lora_a.split(self.ranks), self.group.scales, strict=True):
+        for part, scale in zip(torch.split(d_lora_a, self.ranks), self.group.scales, strict=True):
             part.mul_(scale)
         return d_lora_a
 
@@ -153,7 +162,7 @@ def heads_of(x: torch.Tensor, counts: Sequence[int], width: int) -> list[torch.T
     """Parts of the rows x [T, at least (Σ counts) width] as [T, count, width] views."""
     starts = accumulate(counts, initial=0)
     return [
-        x[:, start * width : (start + count) * width].unflatten(1, (count, width))
+        x[:, start * width : (start + count) * width].view(-1, count, width)
         for start, count in zip(starts, counts, strict=False)
     ]
 

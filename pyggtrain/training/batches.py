@@ -1,0 +1,124 @@
+"""The rows of each optimiser step, cut into micro-batches and spread over processes: a function of seed and step."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyggtrain.data.order import epoch_order
+from pyggtrain.nn.batch import Batch
+from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.objectives import Objective
+from pyggtrain.training.processes import Processes
+from pyggtrain.training.step_graph import can_graph, filled_up
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimiser step computes.
+
+    Attributes:
+        micro_batches: those of this process.
+        seeds: one for each of them. They depend on the micro-batch's place in the whole step, so dropout is the same
+            however many processes share the step.
+        num_units: what the loss is a mean over, on all processes.
+        num_tokens, num_learnt: tokens, and learnt ones, on all processes.
+    """
+
+    micro_batches: list[Batch]
+    seeds: list[int]
+    num_units: int
+    num_tokens: int
+    num_learnt: int
+
+
+class Batches:
+    """Training and held-out rows of a run as micro-batches.
+
+    Args:
+        objective: knows the documents of a row, and what its loss is a sum over.
+        rows: encoded training rows, at least one.
+        held_out: encoded rows that are never trained on.
+        config: sizes and seed.
+        device: where batches go.
+        processes: n of them share a step: process k takes the micro-batches k, k + n, ...
+
+    Attributes:
+        steps_per_epoch: optimiser steps in one pass over the rows; the last one takes what is left.
+        num_steps: optimiser steps of the run.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        rows: Sequence[Any],
+        held_out: Sequence[Any],
+        *,
+        config: TrainConfig,
+        device: torch.device,
+        processes: Processes,
+    ) -> None:
+        self._objective, self._rows, self._held_out = objective, rows, held_out
+        self._config, self._device, self._processes = config, device, processes
+        self._fills_up = can_graph(config, objective.model)
+        self._step_rows = config.step_rows * processes.count
+        self.steps_per_epoch = math.ceil(len(rows) / self._step_rows)
+        self.num_steps = count_steps(config, len(rows), processes.count)
+
+    def of_step(self, step: int) -> Step:
+        """Return what optimiser step `step` computes, counted from 0 over all epochs."""
+        micro_batches = self.rows_of_step(step)
+        rows = [row for micro_batch in micro_batches for row in micro_batch]
+        own = self._own(list(enumerate(micro_batches)))
+        return Step(
+            micro_batches=[self._batch(micro_batch) for _, micro_batch in own],
+            seeds=[_fold(self._config.seed, step, index) for index, _ in own],
+            num_units=self._objective.num_units(rows),
+            num_tokens=sum(row.num_tokens for row in rows),
+            num_learnt=sum(row.num_learnt for row in rows),
+        )
+
+    def rows_of_step(self, step: int) -> list[list[Any]]:
+        """Return the rows of each micro-batch of a step, over all processes."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        order = epoch_order(len(self._rows), seed=self._config.seed, epoch=epoch)
+        first = step_in_epoch * self._step_rows
+        return self._cut([self._rows[index] for index in order[first : first + self._step_rows]])
+
+    def held_out(self) -> Iterator[Batch]:
+        """Yield the held-out micro-batches of this process."""
+        for rows in self._own(self._cut(self._held_out)):
+            yield self._batch(rows)
+
+    @property
+    def num_held_out_units(self) -> int:
+        """What the held-out loss is a mean over, on all processes."""
+        return self._objective.num_units(self._held_out)
+
+    def _batch(self, rows: Sequence[Any]) -> Batch:
+        documents = [document for row in rows for document in self._objective.documents(row)]
+        batch = Batch.from_documents(documents)
+        return (filled_up(batch) if self._fills_up else batch).to(self._device)
+
+    def _cut(self, rows: Sequence[Any]) -> list[list[Any]]:
+        size = self._config.per_device_train_batch_size
+        return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+    def _own(self, items: list[Any]) -> list[Any]:
+        return items[self._processes.rank :: self._processes.count]
+
+
+def count_steps(config: TrainConfig, num_rows: int, num_processes: int = 1) -> int:
+    """Return the optimiser steps of a run: `max_steps` if given, else those of all epochs, rounded up."""
+    if config.max_steps is not None:
+        return config.max_steps
+    return math.ceil(config.num_train_epochs * math.ceil(num_rows / (config.step_rows * num_processes)))
+
+
+def _fold(*numbers: int) -> int:
+    """Return a seed below 2^63 that depends on every number; neighbouring inputs give unrelated seeds."""
+    text = ",".join(str(number) for number in numbers).encode("ascii")
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

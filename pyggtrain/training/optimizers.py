@@ -1,0 +1,125 @@
+"""The optimisers, behind one dict: name in `TrainConfig.optim` -> how torch's optimiser of that kind is made.
+
+Each is a torch.optim.Optimizer over the same groups of float32 parameters; `optim.Optimizer` sets the learning rate of
+each step and stores what they keep. Two come from libraries that are no dependency of pyggtrain, and are imported when
+they are asked for.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from pyggtrain.errors import ConfigError
+from pyggtrain.training.config import TrainConfig
+
+Groups = list[dict[str, Any]]
+
+# torch's own default. A moment of gradients whose step is made orthogonal has no use for Adam's betas.
+_MUON_MOMENTUM = 0.95
+
+
+def _adamw(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
+    """Loshchilov and Hutter 2019 (1711.05101), all float32."""
+    return torch.optim.AdamW(groups, **_adam_settings(config), fused=True)
+
+
+def _adamw_8bit(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
+    """Dettmers et al. 2022 (2110.02861): moments as 8-bit dynamic codes in blocks of 256 with one scale each.
+
+    bitsandbytes computes it on CPUs as on GPUs (from 0.50 on), and keeps parameters of fewer than 4,096 numbers in
+    float32.
+    """
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(groups, **_adam_settings(config))  # type: ignore[no-any-return]
+
+
+def _muon(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
+    """Jordan et al. 2024: each factor's step is its momentum made orthogonal.
+
+    Steps are scaled as in Liu et al. 2025 (2502.16982), eq. 4, to the size that AdamW's have, so that learning rates
+    carry over.
+    """
+    return torch.optim.Muon(
+        groups,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=_MUON_MOMENTUM,
+        adjust_lr_fn="match_rms_adamw",
+    )
+
+
+def _schedule_free_adamw(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
+    """Defazio et al. 2024 (2405.15682). Gradients are taken at y, and the average x of all steps is what is saved."""
+    import schedulefree
+
+    optimizer = schedulefree.AdamWScheduleFree(groups, **_adam_settings(config))
+    optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
+
+
+def _adam_settings(config: TrainConfig) -> dict[str, Any]:
+    return {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
+
+
+OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
+    "muon": _muon,
+    "schedule_free_adamw": _schedule_free_adamw,
+}
+_LIBRARIES = {"adamw_8bit": "bitsandbytes", "schedule_free_adamw": "schedulefree"}
+
+
+def check_optimizer(config: TrainConfig, shapes: Mapping[str, Iterable[int]] | None = None) -> None:
+    """Refuse an optimiser that this installation or these parameters do not allow.
+
+    Args:
+        shapes: parameter name -> shape, once they are known.
+
+    Raises:
+        ConfigError: a library is missing, torch is too old, or a parameter is no matrix.
+    """
+    library = _LIBRARIES.get(config.optim)
+    if library is not None and importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"optim: {config.optim} needs the package {library}, which is not installed. "
+            "`pip install 'pyggtrain[optimizers]'`, or set optim to adamw."
+        )
+    if config.optim != "muon":
+        return
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            f"optim: muon needs torch 2.9 or later, found {torch.__version__}. Update torch, or set optim to adamw."
+        )
+    for name, shape in (shapes or {}).items():
+        if len(list(shape)) != 2:
+            raise ConfigError(
+                f"optim: muon makes steps of matrices orthogonal, and {name} has shape {list(shape)}. "
+                "Set optim to adamw, or leave that weight out with exclude_modules."
+            )
+
+
+def make_optimizer(parameters: Mapping[str, torch.Tensor], config: TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimiser that `config.optim` names.
+
+    Its groups carry `lr_ratio`: the learning rate of a step is multiplied by it. lora_b gets `loraplus_lr_ratio`
+    (Hayou et al. 2024, 2402.12354: both factors move equally far only if it is larger than 1), everything else 1.
+
+    Raises:
+        ConfigError: see `check_optimizer`.
+    """
+    check_optimizer(config, {name: parameter.shape for name, parameter in parameters.items()})
+    by_ratio: dict[float, list[torch.Tensor]] = {}
+    for name, parameter in parameters.items():
+        ratio = config.loraplus_lr_ratio if name.endswith(".lora_b") else 1.0
+        by_ratio.setdefault(ratio, []).append(parameter)
+    groups: Groups = [{"params": members, "lr_ratio": ratio} for ratio, members in by_ratio.items()]
+    return OPTIMIZERS[config.optim](groups, config)
