@@ -30,6 +30,7 @@ import torch
 
 from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.ops import quant_matmul, workspace
+from pyggtrain.ops.dequantize import FLOAT_TYPES
 from pyggtrain.ops.lora_linear import low_rank_forward, product_of_gradient
 
 IGNORED = -100
@@ -125,7 +126,8 @@ def _linear_cross_entropy(
     needs_lora: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     num_tokens, num_vocab = x_TD.shape[0], blocks.shape[0]
-    if x_TD.is_cuda and lora_a_RD is None and needs_dx and x_TD.dtype in quant_matmul.HALF_DTYPES:
+    is_frozen = lora_a_RD is None and needs_dx and type not in FLOAT_TYPES
+    if x_TD.is_cuda and is_frozen and x_TD.dtype in quant_matmul.HALF_DTYPES:
         return _gpu_frozen_head(x_TD, blocks, type, targets_T, chunk)
     losses_T = x_TD.new_empty(num_tokens, dtype=torch.float32 if x_TD.is_cuda else None)
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs_dx else x_TD.new_empty(0)
