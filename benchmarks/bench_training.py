@@ -58,34 +58,25 @@ def on_host(layers: int) -> list[Kept]:
     return [Kept(on_host=True)] * layers
 
 
-def on_host_but(count: int) -> Callable[[int], list[Kept]]:
-    """All on the host, but gate and up of the last layers kept."""
-    return lambda layers: [Kept(on_host=True, gate_up=layer >= layers - count) for layer in range(layers)]
+def on_host_but(gate_up: int, weights: int = 0) -> Callable[[int], list[Kept]]:
+    """All on the host, but gate and up of the last layers kept, and decoded weights of fewer."""
+    return lambda layers: [
+        Kept(on_host=True, gate_up=layer >= layers - gate_up, weights=layer >= layers - weights)
+        for layer in range(layers)
+    ]
 
 
 def inputs_on_host(layers: int) -> list[Kept]:
     return [Kept(attention=False, on_host=True)] * layers
 
 
-def everything(layers: int) -> list[Kept]:
-    return [Kept(gate_up=True)] * layers
-
-
-def last_gate_up(count: int) -> Callable[[int], list[Kept]]:
-    return lambda layers: [Kept(gate_up=layer >= layers - count) for layer in range(layers)]
-
-
-def last_weights(count: int) -> Callable[[int], list[Kept]]:
-    return lambda layers: [Kept(gate_up=True, weights=layer >= layers - count) for layer in range(layers)]
-
-
 SETTINGS = {
-    "4x2048_8gib": Setting(4, 2048, 7.8, on_host_but(1)),
-    "4x2048_24gib": Setting(4, 2048, 24, last_gate_up(18)),
-    "4x2048_36gib": Setting(4, 2048, 36, last_weights(14)),
+    "4x2048_8gib": Setting(4, 2048, 7.8, on_host_but(2)),
+    "4x2048_24gib": Setting(4, 2048, 24, on_host_but(32, weights=6)),
+    "4x2048_36gib": Setting(4, 2048, 36, on_host_but(32, weights=32)),
     "1x2048_6gib": Setting(1, 2048, 6.3, on_host),
-    "1x2048_13gib": Setting(1, 2048, 13.3, last_weights(2)),
-    "1x8192_8gib": Setting(1, 8192, 7.8, on_host_but(1)),
+    "1x2048_13gib": Setting(1, 2048, 13.3, on_host_but(32, weights=9)),
+    "1x8192_8gib": Setting(1, 8192, 7.8, on_host_but(2)),
     "1x80k_24gib": Setting(1, 80 * 1024, 24, inputs_on_host),
     "1x2048_70b": Setting(1, 2048, 40, on_host, shape=LLAMA_3_3_70B),
 }

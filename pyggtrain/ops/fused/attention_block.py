@@ -122,6 +122,7 @@ class _AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        from pyggtrain.kernels.columns import copy_columns_
         from pyggtrain.kernels.lora import mm_float32
         from pyggtrain.kernels.rms_norm import rms_norm_backward
         from pyggtrain.kernels.rope import rope_backward
@@ -137,7 +138,7 @@ class _AttentionFunction(torch.autograd.Function):
         else:
             weight = run.weight("qkv", pairs[:-1], x.dtype)
             buffer, _ = run.normed(x, weight)
-            buffer[:, d_model:] = low_rank_qkv
+            copy_columns_(buffer[:, d_model:], low_rank_qkv)
             qkv = run.rotated(buffer, weight)
             del buffer, weight
             o_THK, kept = run.attention(qkv)

@@ -123,6 +123,7 @@ class _FeedForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: torch.Tensor) -> Any:
+        from pyggtrain.kernels.columns import copy_columns_
         from pyggtrain.kernels.rms_norm import rms_norm_backward
         from pyggtrain.kernels.swiglu import swiglu_backward
 
@@ -145,7 +146,7 @@ class _FeedForwardFunction(torch.autograd.Function):
         for index, part in enumerate(_parts(x.shape[0])):
             buffer, inverse_rms = run.normed(x[part], gate_up_weight)
             if kept_gate_up is None:
-                buffer[:, d_model:] = low_rank_in[part]
+                copy_columns_(buffer[:, d_model:], low_rank_in[part])
                 gate_up = run.gate_and_up(buffer, gate_up_weight)
             else:
                 gate_up = kept_gate_up[index]

@@ -85,7 +85,7 @@ class ExtendedWeight:
         width = self.group.num_columns
         if self.padding:
             torch.mm(x[:, :width], self.values[self.group.num_rows :, :width].t(), out=x[:, width:])
-        return x[:, width:].contiguous()
+        return _copied(x[:, width:])
 
     def forward(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """y [T, N] from the buffer x [T, K + P], low-rank columns filled."""
@@ -98,6 +98,8 @@ class ExtendedWeight:
         dy B is a thin product that reads all of dy. Where dy is much wider than x it comes out of the big product
         instead, as P more columns, and its share of dx is added afterwards.
         """
+        from pyggtrain.kernels.columns import copy_columns_
+
         num_rows, width = self.group.num_rows, self.group.num_columns
         if not self.padding:
             return torch.mm(dy, self.values)
@@ -105,7 +107,7 @@ class ExtendedWeight:
             torch.mm(dy[:, :num_rows], self.values[:num_rows, width:], out=dy[:, num_rows:])
             return torch.mm(dy, self.values[:, :width])
         both = torch.mm(dy[:, :num_rows], self.values[:num_rows])
-        dy[:, num_rows:] = both[:, width:]
+        copy_columns_(dy[:, num_rows:], both[:, width:])
         return both[:, :width].addmm_(both[:, width:], self.values[num_rows:, :width])
 
     def pair_gradients(self, dy: torch.Tensor, x: torch.Tensor, low_rank: torch.Tensor) -> list[torch.Tensor | None]:
@@ -165,6 +167,12 @@ def heads_of(x: torch.Tensor, counts: Sequence[int], width: int) -> list[torch.T
         x[:, start * width : (start + count) * width].view(-1, count, width)
         for start, count in zip(starts, counts, strict=False)
     ]
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    from pyggtrain.kernels.columns import copy_columns_
+
+    return copy_columns_(x.new_empty(x.shape), x)
 
 
 def _decode(blocks: torch.Tensor, type: str, out: torch.Tensor) -> None:
