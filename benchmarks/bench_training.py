@@ -73,7 +73,7 @@ def inputs_on_host(layers: int) -> list[Kept]:
 SETTINGS = {
     "4x2048_8gib": Setting(4, 2048, 7.8, on_host_but(2)),
     "4x2048_24gib": Setting(4, 2048, 24, on_host_but(32, weights=6)),
-    "4x2048_36gib": Setting(4, 2048, 36, on_host_but(32, weights=32)),
+    "4x2048_36gib": Setting(4, 2048, 36, on_host_but(32, weights=31), head_parts=1),
     "1x2048_6gib": Setting(1, 2048, 6.3, on_host),
     "1x2048_13gib": Setting(1, 2048, 13.3, on_host_but(32, weights=9)),
     "1x8192_8gib": Setting(1, 8192, 7.8, on_host_but(2)),

@@ -30,7 +30,8 @@ class StepMetrics:
         eta_seconds: expected time to the last step.
         elapsed_seconds: since the run started or was resumed.
         memory_mib: resident memory of the process (the mapped part of the base file included), or peak memory of the
-            GPU.
+            GPU's tensors.
+        card_mib: on a GPU, memory of the card that is taken, by whatever (what nvidia-smi shows).
         metrics: means over the units of the objective's further numbers.
         skipped_tensor: tensor with a gradient that is not finite, for which the step was skipped.
     """
@@ -46,6 +47,7 @@ class StepMetrics:
     eta_seconds: float
     elapsed_seconds: float
     memory_mib: float | None
+    card_mib: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     skipped_tensor: str | None = None
 
@@ -116,6 +118,7 @@ class StepLog:
             eta_seconds=(self._num_steps - done) * self.seconds / self._num_steps_taken,
             elapsed_seconds=time.perf_counter() - self._started,
             memory_mib=memory_mib(self._device),
+            card_mib=card_mib(self._device),
             metrics={name: metric(name) for name in steps[-1].result.metrics},
             skipped_tensor=steps[-1].result.non_finite,
         )
@@ -143,6 +146,14 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a metrics file; a last line that was cut off (it has no line end) is left out."""
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
         yield json.loads(line)
+
+
+def card_mib(device: torch.device) -> float | None:
+    """Return the memory of a GPU that is taken, by this process and all others, in MiB; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 2**20
 
 
 def memory_mib(device: torch.device) -> float | None:

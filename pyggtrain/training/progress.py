@@ -118,7 +118,8 @@ def describe_step(metrics: StepMetrics, num_steps: int) -> str:
     parts.append(f"{metrics.tokens_per_second:,.0f} tokens/s")
     parts.append(f"{describe_seconds(metrics.eta_seconds)} left")
     if metrics.memory_mib is not None:
-        parts.append(f"{metrics.memory_mib:,.0f} MiB")
+        card = "" if metrics.card_mib is None else f" (card {metrics.card_mib:,.0f})"
+        parts.append(f"{metrics.memory_mib:,.0f} MiB{card}")
     return "  ".join(parts)
 
 

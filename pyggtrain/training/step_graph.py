@@ -19,8 +19,8 @@ from pyggtrain.ops.linear_cross_entropy import IGNORED
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.objectives import LossModule
 
-# From here on a step is bound by the GPU, and a graph wins nothing.
-MAX_TOKENS = 6144
+# Longer micro-batches are bound by the GPU whatever launches them.
+MAX_TOKENS = 16384
 TOKEN_MULTIPLE = 128
 TARGET_MULTIPLE = 64
 # A shape that comes once is not worth capturing; captured are at most this many, the least used goes first.
@@ -28,7 +28,7 @@ MAX_GRAPHS = 8
 
 logger = logging.getLogger(__name__)
 
-Shape = tuple[int, int | None, bool, int]
+Shape = tuple[int, int | None, bool, int, int]
 
 
 @dataclass(eq=False)
@@ -78,9 +78,10 @@ class StepGraphs:
         if batch.num_tokens > MAX_TOKENS:
             return self._run(batch, torch.full_like(self._scale, scale))
         length = batch.documents.common_length
-        # Tables of positions are taken whole for one document, and picked token by token for several.
-        is_single = batch.num_documents == 1
-        shape = (batch.num_tokens, length, is_single, batch.supervised.shape[0])
+        # Tables of positions are taken whole for one document, and picked token by token for several; they are made
+        # for a power of two of positions.
+        is_single, num_positions = batch.num_documents == 1, (batch.longest_document - 1).bit_length()
+        shape = (batch.num_tokens, length, is_single, num_positions, batch.supervised.shape[0])
         self._scale.fill_(scale)
         captured = self._graphs.get(shape)
         if captured is None:
@@ -117,7 +118,8 @@ class StepGraphs:
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # "relaxed": a kernel's variant that is needed for the first time may be loaded meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
                 loss = self._run(static, self._scale)
         except RuntimeError as error:
             # The end of a capture that broke off has an error of its own, which hides the reason.

@@ -1,6 +1,7 @@
 """Micro-batches brought to few shapes, and the CUDA graphs made for these."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ def make_batch(lengths: list[int], seed: int, *, learnt_from: int = 2) -> Batch:
     return Batch.from_documents(documents)
 
 
-def trained(path: Path, device: str) -> tuple[Model, dict[str, torch.Tensor]]:
-    model = models.load(GGUFFile.open(path), device=device)
+def trained(path: Path, device: str, **options: Any) -> tuple[Model, dict[str, torch.Tensor]]:
+    model = models.load(GGUFFile.open(path), device=device, **options)
     adapter = attach(model, LoraConfig(r=4), seed=0)
     for index, pair in enumerate(adapter.pairs.values()):
         with torch.no_grad():
@@ -35,6 +36,11 @@ def gradients_of(model: Model, parameters: dict[str, torch.Tensor], batch: Batch
     loss_sum, num_targets = model.loss(batch)
     loss = loss_sum / num_targets
     return loss.item(), list(torch.autograd.grad(loss, list(parameters.values())))
+
+
+def error(gradients: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    flat, wanted = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (gradients, expected))
+    return ((flat - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize("lengths", [[5, 9], [TOKEN_MULTIPLE], [200, 31, 2]])
@@ -71,18 +77,19 @@ def test_graphs_give_the_gradients_of_single_launches(
     tiny_llama_path: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pyggtrain.nn.host_stash._MIN_BYTES", 1024)
+    exact, exact_parameters = trained(tiny_llama_path, "cuda", dtype=torch.float32, compute="exact")
     model, parameters = trained(tiny_llama_path, "cuda")
     model.kept = [kept] * len(model.layers)
     graphs = StepGraphs(model, parameters)
     shapes = [[100, 28], [128], [90, 38], [64, 64], [100, 28], [64, 64], [128], [10, 118], [300, 20], [300, 20], [128]]
     for seed, lengths in enumerate(shapes):
         batch = filled_up(make_batch(lengths, seed)).to("cuda")
-        loss, expected = gradients_of(model, parameters, batch)
+        loss, expected = gradients_of(exact, exact_parameters, batch)
+        _, launched = gradients_of(model, parameters, batch)
         graphs.clear()
         result = graphs.add_gradients(batch, 1 / batch.num_targets)
-        assert result.item() == pytest.approx(loss, rel=1e-4)
-        for parameter, gradient in zip(parameters.values(), expected, strict=True):
-            assert parameter.grad is not None
-            # bfloat16, and the library may take another kernel for a graph
-            assert (parameter.grad - gradient).norm() <= 1e-2 * gradient.norm()
+        assert result.item() == pytest.approx(loss, rel=2e-2)
+        graphed = [parameter.grad for parameter in parameters.values()]
+        # bfloat16, and the library may take another kernel for a graph: as near to float32 as single launches are
+        assert error(graphed, expected) <= 1.5 * error(launched, expected) + 1e-3
     assert len(graphs._graphs) >= 3

@@ -170,7 +170,7 @@ class _AttentionFunction(torch.autograd.Function):
         is_neox = run.tables.pairing == "NEOX"
         for gradient, place in ((d_q, places[0]), (d_k, places[1])):
             rope_backward(gradient, run.tables.cos_TP, run.tables.sin_TP, is_neox=is_neox, out=place)
-        places[2].copy_(d_v)
+        copy_columns_(places[2].flatten(1), d_v.flatten(1))
         del d_q, d_k, d_v
         buffer, inverse_rms = run.normed(x, weight)
         d_normed = weight.backward(d_qkv)
