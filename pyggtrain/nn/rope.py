@@ -134,16 +134,19 @@ class RopeTableCache:
 
     def __init__(self, settings: RopeSettings) -> None:
         self.settings = settings
-        self._tables: RopeTables | None = None
+        # All that were made: a CUDA graph may go on reading one that has been outgrown. Together they are less than
+        # twice the last.
+        self._tables: list[RopeTables] = []
 
     def tables(self, batch: Batch) -> RopeTables:
         """cos θ and sin θ for each token of a batch, [T, n / 2]; the same numbers as `settings.tables`."""
         longest, device = batch.longest_document, batch.tokens_T.device
-        known = self._tables
+        known = self._tables[-1] if self._tables else None
         if known is None or known.cos_TP.shape[0] < longest or known.cos_TP.device != device:
             positions = torch.arange(1 << (longest - 1).bit_length())
             made = self.settings.tables(positions)
-            known = self._tables = RopeTables(made.cos_TP.to(device), made.sin_TP.to(device), made.pairing)
+            known = RopeTables(made.cos_TP.to(device), made.sin_TP.to(device), made.pairing)
+            self._tables.append(known)
         if batch.num_documents == 1:
             return RopeTables(known.cos_TP[:longest], known.sin_TP[:longest], known.pairing)
         cos_TP, sin_TP = (table.index_select(0, batch.positions_T) for table in (known.cos_TP, known.sin_TP))

@@ -41,7 +41,7 @@ IGNORED = -100
 MIN_CHUNK_BYTES = 16 * 2**20
 MAX_CHUNK_BYTES = 64 * 2**20
 ENOUGH_ROWS = 64
-GPU_CHUNK_BYTES = 680 * 2**20
+GPU_CHUNK_BYTES = 440 * 2**20
 # Rows of logits worked on at a time: about this many numbers, 2 MiB, stay in a core's L2 cache.
 _CACHED_LOGITS = 2**19
 
@@ -58,7 +58,7 @@ def default_chunk(num_vocab: int, num_targets: int) -> int:
 
 
 def gpu_chunk(num_vocab: int, num_targets: int, dtype: torch.dtype) -> int:
-    """Tokens whose logits exist at the same time on a GPU: a third of the targets, at most 680 MiB of logits."""
+    """Tokens whose logits exist at the same time on a GPU: a third of the targets, at most 440 MiB of logits."""
     return max(1, min(-(-num_targets // 3), GPU_CHUNK_BYTES // (dtype.itemsize * num_vocab)))
 
 

@@ -19,8 +19,10 @@ from pyggtrain.ops.linear_cross_entropy import IGNORED
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.objectives import LossModule
 
-# Longer micro-batches are bound by the GPU whatever launches them.
-MAX_TOKENS = 16384
+# Longer micro-batches are bound by the GPU, and a graph wins little.
+MAX_TOKENS = 6144
+# A graph's pool is filled less tightly than the allocator's own.
+_POOL_FACTOR = 1.15
 TOKEN_MULTIPLE = 128
 TARGET_MULTIPLE = 64
 # A shape that comes once is not worth capturing; captured are at most this many, the least used goes first.
@@ -116,6 +118,13 @@ class StepGraphs:
         # What ran before keeps its memory in the allocator, where a graph's own pool cannot use it.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        if not self._has_room():
+            self._too_large.add(shape)
+            logger.warning(
+                "No memory for a CUDA graph of %d tokens: such micro-batches are launched kernel by kernel.",
+                batch.num_tokens,
+            )
+            return None
         graph = torch.cuda.CUDAGraph()
         try:
             # "relaxed": a kernel's variant that is needed for the first time may be loaded meanwhile.
@@ -123,19 +132,23 @@ class StepGraphs:
                 loss = self._run(static, self._scale)
         except RuntimeError as error:
             # The end of a capture that broke off has an error of its own, which hides the reason.
-            reason = error if isinstance(error, torch.OutOfMemoryError) else error.__context__
-            if not isinstance(reason, torch.OutOfMemoryError):
-                raise
-            self._too_large.add(shape)
-            logger.warning(
-                "No memory for a CUDA graph of %d tokens (%s): such micro-batches are launched kernel by kernel.",
-                batch.num_tokens,
-                str(reason).splitlines()[0],
-            )
-            return None
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
+            raise
         self._pool = graph.pool()
         captured = self._graphs[shape] = _Captured(graph, static, loss)
         return captured
+
+    def _has_room(self) -> bool:
+        """Whether as much as single launches took at their peak is free for the pool of graphs."""
+        device = self._scale.device
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
+        if self._pool is not None:
+            # The pool is there, and graphs run one after the other in it.
+            return True
+        needed = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        return min(free, allowed) > _POOL_FACTOR * needed
 
 
 def can_graph(config: TrainConfig, model: LossModule) -> bool:
