@@ -118,7 +118,7 @@ class StepGraphs:
         # What ran before keeps its memory in the allocator, where a graph's own pool cannot use it.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        if not self._has_room():
+        if not self._has_room(batch.num_tokens):
             self._too_large.add(shape)
             logger.warning(
                 "No memory for a CUDA graph of %d tokens: such micro-batches are launched kernel by kernel.",
@@ -139,14 +139,14 @@ class StepGraphs:
         captured = self._graphs[shape] = _Captured(graph, static, loss)
         return captured
 
-    def _has_room(self) -> bool:
-        """Whether as much as single launches took at their peak is free for the pool of graphs."""
+    def _has_room(self, num_tokens: int) -> bool:
+        """Whether as much as single launches took at their peak is free for the pool of graphs, or it is there."""
+        if any(captured.batch.num_tokens >= num_tokens for captured in self._graphs.values()):
+            # Graphs run one after the other, so one pool serves all.
+            return True
         device = self._scale.device
         free, total = torch.cuda.mem_get_info(device)
         allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
-        if self._pool is not None:
-            # The pool is there, and graphs run one after the other in it.
-            return True
         needed = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         return min(free, allowed) > _POOL_FACTOR * needed
 
