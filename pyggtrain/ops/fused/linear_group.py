@@ -57,7 +57,7 @@ class ExtendedWeight:
         self.group = group
         self.ranks = [0 if pair is None else pair[0].shape[0] for pair in pairs]
         self.num_ranks = sum(self.ranks)
-        self.padding = 0 if self.num_ranks == 0 else max(_PADDING, 1 << (self.num_ranks - 1).bit_length())
+        self.padding = padding_of(self.num_ranks)
         num_rows, width = group.num_rows, group.num_columns
         self.values = torch.empty(
             num_rows + self.padding, width + self.padding, dtype=dtype, device=group.blocks[0].device
@@ -144,6 +144,11 @@ class ExtendedWeight:
         for part, scale in zip(torch.split(d_lora_a, self.ranks), self.group.scales, strict=True):
             part.mul_(scale)
         return d_lora_a
+
+
+def padding_of(num_ranks: int) -> int:
+    """Columns beside a weight for pairs of so many ranks together: a power of two, 0 for none."""
+    return 0 if num_ranks == 0 else max(_PADDING, 1 << (num_ranks - 1).bit_length())
 
 
 def add_gradients(

@@ -1,0 +1,173 @@
+"""What a step of a fused model takes on a GPU, and how much of it may be kept for what memory there is.
+
+The buffers of a fused layer are few and known (`ops.fused`), so the peak is found by walking over a step in the order
+in which it makes and frees them. Everything is in bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pyggtrain.nn import FusedLayer, QuantLinear
+from pyggtrain.ops import workspace
+from pyggtrain.ops.fused import Kept
+from pyggtrain.ops.fused.feed_forward import MAX_TOKENS
+from pyggtrain.ops.fused.linear_group import padding_of
+from pyggtrain.ops.linear_cross_entropy import gpu_chunk
+
+_HALF = 2
+# torch's allocator rounds sizes up and cannot join all that is free; the libraries' own workspaces lie there too.
+# Measured on an H200 with expandable segments: 0.03 to 0.3 GiB between allocated and reserved (docs/performance.md).
+_SLACK = 1.01
+_FIXED = 160 << 20
+
+
+@dataclass(frozen=True)
+class FusedSizes:
+    """Sizes of one layer and of the head; all layers are alike.
+
+    Attributes:
+        width, ff: D and F.
+        qkv: numbers of q, k and v of a token. attention: numbers of attention's output.
+        num_heads: query heads.
+        paddings: columns behind x for the low-rank products of qkv, output, gate and up, down.
+        num_vocab: rows of the head.
+        num_layers: L.
+    """
+
+    width: int
+    ff: int
+    qkv: int
+    attention: int
+    num_heads: int
+    paddings: tuple[int, int, int, int]
+    num_vocab: int
+    num_layers: int
+
+    @classmethod
+    def of(cls, layers: Sequence[FusedLayer], num_vocab: int) -> "FusedSizes":
+        """Those of a model's layers, pairs attached."""
+        layer = layers[0]
+
+        def padding(*linears: QuantLinear) -> int:
+            return padding_of(sum(linear.lora.rank for linear in linears if linear.lora is not None))
+
+        return cls(
+            width=layer.output.shape[0],
+            ff=layer.down.shape[1],
+            qkv=sum(linear.shape[0] for linear in layer.qkv),
+            attention=layer.output.shape[1],
+            num_heads=layer.num_heads,
+            paddings=(padding(*layer.qkv), padding(layer.output), padding(layer.gate, layer.up), padding(layer.down)),
+            num_vocab=num_vocab,
+            num_layers=len(layers),
+        )
+
+    def weights(self) -> tuple[int, int, int, int]:
+        """Bytes of the extended weights of qkv, output, gate and up, down."""
+        p = self.paddings
+        return (
+            (self.qkv + p[0]) * (self.width + p[0]) * _HALF,
+            (self.width + p[1]) * (self.attention + p[1]) * _HALF,
+            (2 * self.ff + p[2]) * (self.width + p[2]) * _HALF,
+            (self.width + p[3]) * (self.ff + p[3]) * _HALF,
+        )
+
+
+def fused_peak(
+    sizes: FusedSizes, kept: Sequence[Kept], *, num_tokens: int, num_targets: int, resident: int, gradients: int
+) -> int:
+    """Most bytes that a step has at the same time.
+
+    Args:
+        sizes: of the model.
+        kept: of each layer.
+        num_tokens, num_targets: of the micro-batch.
+        resident: bytes that are there all the time: base, adapter, optimiser.
+        gradients: bytes of all pairs' gradients.
+    """
+    t, d = num_tokens, sizes.width * _HALF
+    w_qkv, w_output, w_gate_up, w_down = sizes.weights()
+    p = sizes.paddings
+    part = min(t, -(-t // -(-t // MAX_TOKENS)))
+    low_rank = t * (p[0] + p[1] + p[2] + p[3]) * _HALF
+    scores = t * sizes.num_heads * 4
+    qkv_o = t * (sizes.qkv + sizes.attention) * _HALF
+    gate_up = (2 * sizes.ff + p[2]) * _HALF
+
+    def stays(one: Kept) -> int:
+        """What a layer leaves on the GPU until its backward."""
+        small = low_rank + (scores if one.attention else 0)
+        large = 2 * t * d + (qkv_o if one.attention else 0)
+        weights = (w_qkv + w_output + w_gate_up + w_down) if one.weights else 0
+        return small + (0 if one.on_host else large) + (t * gate_up if one.gate_up else 0) + weights
+
+    def on_the_way(one: Kept) -> int:
+        """What two halves keep: not yet gone to the host, or back already."""
+        return 2 * t * d + (qkv_o if one.attention else 0) if one.on_host else 0
+
+    kept_bytes = [stays(one) for one in kept]
+    total = sum(kept_bytes)
+    last = kept[-1]
+    # Loss: rows of the head's input, those with a target and their gradient; logits of a chunk; a decoded part of the
+    # head; a chunk's gradient in float32, twice.
+    rows = workspace.rows_per_chunk(sizes.num_vocab, sizes.width, torch.bfloat16, "cuda")
+    chunk = min(num_targets, gpu_chunk(sizes.num_vocab, num_targets, torch.bfloat16))
+    loss = 2 * t * d + 2 * num_targets * d + chunk * (sizes.num_vocab * _HALF + sizes.width * 8)
+    loss += rows * sizes.width * _HALF + on_the_way(last)
+    peak = resident + total + loss
+    done = 0
+    for index in reversed(range(sizes.num_layers)):
+        one = kept[index]
+        share = gradients * (sizes.num_layers - index) // sizes.num_layers
+        decoded = 0 if one.weights else w_gate_up + w_down
+        # Backward of the feed-forward half, the largest: norm(x) and dz beside their low-rank products, the gradients
+        # of norm(x) and of the activation; dz and dx whole.
+        working = part * ((d + p[2] * _HALF) + (d + p[3] * _HALF) + d + sizes.ff * _HALF) + 2 * t * d
+        working += 0 if one.gate_up else part * gate_up
+        peak = max(peak, resident + total - done + share + decoded + working + on_the_way(one))
+        done += kept_bytes[index]
+    return int(peak * _SLACK) + _FIXED
+
+
+def fitting(sizes: FusedSizes, limit: int, *, has_host: bool = True, **step: int) -> list[Kept] | None:
+    """The fastest choice whose peak stays below a limit, None if even the leanest does not.
+
+    Computing gate and up again costs the most time for its memory, decoding weights again the least; so memory goes to
+    gate and up of as many layers as it bears, last layer first, and then to weights. What attention keeps waits on the
+    host unless all of it fits: its copies run beside the products.
+
+    Args:
+        sizes: of the model.
+        limit: bytes.
+        has_host: activations may go to the host's memory.
+        step: see `fused_peak`.
+    """
+    count = sizes.num_layers
+
+    def choice(base: Kept, gate_up: int, weights: int) -> list[Kept]:
+        return [
+            Kept(base.attention, layer >= count - gate_up, layer >= count - weights, base.on_host)
+            for layer in range(count)
+        ]
+
+    def fits(base: Kept, gate_up: int, weights: int) -> bool:
+        return fused_peak(sizes, choice(base, gate_up, weights), **step) <= limit
+
+    def most(base: Kept, weights_after: int | None) -> int:
+        """Largest number of layers that fit, by halving."""
+        low, high = 0, count
+        while low < high:
+            middle = (low + high + 1) // 2
+            does_fit = fits(base, middle, 0) if weights_after is None else fits(base, weights_after, middle)
+            low, high = (middle, high) if does_fit else (low, middle - 1)
+        return low
+
+    bases = [Kept(), Kept(on_host=True), Kept(attention=False, on_host=True)] if has_host else [Kept(), Kept(False)]
+    for base in bases:
+        if not fits(base, count if base == Kept() and has_host else 0, 0):
+            continue
+        gate_up = most(base, None)
+        return choice(base, gate_up, most(base, gate_up) if gate_up == count else 0)
+    return None

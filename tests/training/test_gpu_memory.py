@@ -1,0 +1,78 @@
+"""The predicted peak of a fused step against what was measured on a GPU, and the choice of what to keep."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from pyggtrain.ops import workspace
+from pyggtrain.ops.fused import Kept
+from pyggtrain.training.gpu_memory import FusedSizes, fitting, fused_peak
+
+GIB = 2**30
+LLAMA_8B = FusedSizes(4096, 14336, 6144, 4096, 32, (64, 64, 64, 64), 128256, 32)
+WEIGHTS, PARAMETERS = int(4.58 * GIB), 41_943_040
+STEP = {"resident": WEIGHTS + 12 * PARAMETERS, "gradients": 4 * PARAMETERS}
+
+
+def on_host(gate_up: int, weights: int = 0) -> list[Kept]:
+    return [Kept(True, layer >= 32 - gate_up, layer >= 32 - weights, on_host=True) for layer in range(32)]
+
+
+def on_card(gate_up: int) -> list[Kept]:
+    return [Kept(gate_up=layer >= 32 - gate_up) for layer in range(32)]
+
+
+@pytest.fixture(autouse=True)
+def _head_in_three_parts() -> Iterator[None]:
+    workspace.set_limit_bytes(2 * 4096 * 42752, "cuda")
+    yield
+    workspace.set_limit_bytes(workspace.DEFAULT_GPU_LIMIT_BYTES, "cuda")
+
+
+# One H200, torch 2.11, expandable segments, Llama-3.1-8B Q4_K_M shape, r = 16 (benchmarks/bench_training.py): GiB that
+# torch's allocator had reserved at most.
+MEASURED = [
+    (8192, on_host(0), 6.97),
+    (8192, on_host(1), 7.22),
+    (8192, on_host(2), 7.65),
+    (8192, on_host(32, 6), 23.24),
+    (8192, on_card(18), 23.47),
+    (8192, on_host(32, 32), 35.19),
+    (2048, on_host(0), 6.05),
+    (2048, on_host(32, 9), 13.26),
+]
+
+
+@pytest.mark.parametrize(("num_tokens", "kept", "measured"), MEASURED)
+def test_prediction_is_within_5_percent_of_what_was_measured(
+    num_tokens: int, kept: list[Kept], measured: float
+) -> None:
+    predicted = fused_peak(LLAMA_8B, kept, num_tokens=num_tokens, num_targets=num_tokens, **STEP)
+    assert predicted / GIB == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("limit_gib", [6.9, 7.8, 12, 24, 30])
+def test_choice_fits_and_more_memory_keeps_more(limit_gib: float) -> None:
+    step = dict(num_tokens=8192, num_targets=8192, **STEP)
+    kept = fitting(LLAMA_8B, int(limit_gib * GIB), **step)
+    assert kept is not None
+    assert fused_peak(LLAMA_8B, kept, **step) <= limit_gib * GIB
+    more = fitting(LLAMA_8B, int((limit_gib + 4) * GIB), **step)
+    assert more is not None
+    assert sum(one.gate_up + one.weights for one in more) > sum(one.gate_up + one.weights for one in kept)
+
+
+def test_choice_by_size() -> None:
+    step = dict(num_tokens=8192, num_targets=8192, **STEP)
+
+    def choose(limit_gib: float, **options: bool) -> list[Kept] | None:
+        return fitting(LLAMA_8B, int(limit_gib * GIB), **options, **step)
+
+    assert choose(5) is None
+    leanest, small, large = choose(6.9), choose(24), choose(80)
+    assert leanest is not None and small is not None and large is not None
+    assert leanest[0] == Kept(attention=False, on_host=True)
+    assert all(one.on_host and one.gate_up for one in small)
+    assert all(one == Kept(gate_up=True, weights=True) for one in large)
+    without_host = choose(12, has_host=False)
+    assert without_host is not None and not any(one.on_host for one in without_host)
