@@ -18,6 +18,8 @@ from pyggtrain.data.rows import read_rows
 from pyggtrain.data.tokens import TextEncoder
 from pyggtrain.errors import AdapterError, ParityError
 from pyggtrain.gguf import GGUFFile, Tokenizer
+from pyggtrain.gguf.finite import check_finite
+from pyggtrain.gguf.tokenizer import check_vocabulary
 from pyggtrain.model_info import ModelInfo, info
 from pyggtrain.nn import LoraPair
 from pyggtrain.training.config import TrainConfig, build_config
@@ -214,7 +216,10 @@ def verify(
     Raises:
         AdapterError: the adapter does not fit the base, or holds pairs that have no effect in llama.cpp.
     """
-    base, tokenizer = GGUFFile.open(model), Tokenizer.from_gguf(model)
+    base = GGUFFile.open(model)
+    check_vocabulary(base.path)
+    check_finite(base, num_threads=num_threads or num_usable_cores())
+    tokenizer = Tokenizer.from_gguf(base.path)
     file = gguf_adapter.load(adapter)
     gguf_adapter.check_against_base(file, base, ignore_hash=ignore_hash, hash_base=hash_base)
     loaded = models.load(base)
@@ -230,7 +235,7 @@ def verify(
     settings = ParitySettings(max_tokens=max_tokens, num_threads=num_threads or num_usable_cores())
     served = None if runtime == "bridge" else ServerRuntime(runtime)
     return verify_adapter(
-        Path(model), Path(adapter), documents, ours=TrainedModel(loaded, pairs), settings=settings, served=served
+        base.path, Path(adapter), documents, ours=TrainedModel(loaded, pairs), settings=settings, served=served
     )
 
 

@@ -10,6 +10,7 @@ COMMANDS = {
     "train": "train a LoRA adapter on a GGUF file",
     "verify": "check an adapter against llama.cpp",
     "info": "show what a GGUF file holds",
+    "quantize": "write a copy of a GGUF file with other tensor types",
     "architectures": "show which models can be trained",
     "quickstart": "train a small real model on this machine and measure the effect",
 }

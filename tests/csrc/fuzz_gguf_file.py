@@ -55,7 +55,7 @@ def main() -> None:
         write_seeds(corpus)
         includes = [f"-I{ROOT / 'csrc'}", f"-I{source / 'ggml' / 'include'}", f"-I{source / 'ggml' / 'src'}"]
         (library,) = build.rglob("libggml-base.a")
-        files = [Path(__file__).with_suffix(".cpp"), ROOT / "csrc" / "gguf_file.cpp"]
+        files = [Path(__file__).with_suffix(".cpp"), ROOT / "csrc" / "gguf_file.cpp", ROOT / "csrc" / "bus_error.cpp"]
         flags = ["-std=c++17", "-g", "-O1", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=undefined"]
         command = ["clang++", *flags, *includes, *files, library, "-fopenmp=libgomp", "-o", binary]
         subprocess.run([str(part) for part in command], check=True)

@@ -119,6 +119,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "boolean 2": (header(0, 1, KEY + struct.pack("<IB", 7, 2)), "neither 0 nor 1"),
     "alignment 0": (header(0, 1, string(b"general.alignment") + struct.pack("<II", 4, 0)), "power of two"),
     "alignment 24": (header(0, 1, string(b"general.alignment") + struct.pack("<II", 4, 24)), "power of two"),
+    "alignment 16": (header(0, 1, string(b"general.alignment") + struct.pack("<II", 4, 16)), "32 or more"),
     "alignment of another type": (
         header(0, 1, string(b"general.alignment") + struct.pack("<IQ", 10, 32)),
         "needed: u32",
@@ -129,6 +130,17 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
         header(1, 0, table_entry(b"t", [1], num_dims=0xFFFFFFFF) + b"\0" * 64),
         "4294967295 dimensions",
     ),
+    "a dimension of 2^63": (header(1, 0, table_entry(b"t", [1 << 63]) + b"\0" * 64), "2\\^63|cut off"),
+    "sizes of 2^64 - 1": (header(1, 0, table_entry(b"t", [(1 << 64) - 1] * 4) + b"\0" * 64), "2\\^63"),
+    "alignment 2^31": (
+        header(
+            1,
+            1,
+            string(b"general.alignment") + struct.pack("<II", 4, 1 << 31) + table_entry(b"t", [8]) + b"\0" * 64,
+        ),
+        "cut off",
+    ),
+    "integers that are no weights": (header(1, 0, table_entry(b"t", [8], type_id=15) + b"\0" * 64), "multiple of 256"),
     "size 0": (header(1, 0, table_entry(b"t", [32, 0]) + b"\0" * 64), "size 0"),
     "product wraps to 0": (header(1, 0, table_entry(b"t", [1 << 32, 1 << 32]) + b"\0" * 64), "more than 2\\^63"),
     "product wraps to little": (
