@@ -105,10 +105,10 @@ def check_vocabulary(path: Path) -> None:
         except subprocess.TimeoutExpired:
             raise GGUFError(f"{path}: llama.cpp was still reading its vocabulary after {_TIMEOUT_S} s.") from None
     if child.returncode:
-        lines = child.stderr.decode(errors="replace").strip().splitlines()
+        reason = " ".join(child.stderr.decode(errors="replace").splitlines()[-3:]).strip()
         how = f"aborts (signal {-child.returncode})" if child.returncode < 0 else "gives up"
         raise GGUFError(
-            f"{path}: llama.cpp {how} when it reads this file's metadata and vocabulary: {lines[-1] if lines else ''} "
+            f"{path}: llama.cpp {how} when it reads this file's metadata and vocabulary: {reason}. "
             "Convert the model again, or take it from another source."
         )
 
