@@ -149,8 +149,31 @@ const char * value_type_name(uint32_t type) {
     return type < GGUF_TYPE_COUNT ? gguf_type_name((gguf_type) type) : "unknown";
 }
 
+// Names reach Python, terminals and messages, so they must be text. RFC 3629: no overlong forms, no surrogates, at most 10FFFF.
+static bool is_utf8(const std::string & text) {
+    const auto byte         = [&](size_t i) { return i < text.size() ? (uint8_t) text[i] : (uint8_t) 0; };
+    const auto is_following = [&](size_t i) { return (byte(i) & 0xC0) == 0x80; };
+    for (size_t i = 0; i < text.size();) {
+        const uint8_t first = byte(i), second = byte(i + 1);
+        if (first < 0x80) {
+            i += 1;
+        } else if (first >= 0xC2 && first <= 0xDF && is_following(i + 1)) {
+            i += 2;
+        } else if ((first & 0xF0) == 0xE0 && is_following(i + 1) && is_following(i + 2) && !(first == 0xE0 && second < 0xA0) &&
+                   !(first == 0xED && second > 0x9F)) {
+            i += 3;
+        } else if (first >= 0xF0 && first <= 0xF4 && is_following(i + 1) && is_following(i + 2) && is_following(i + 3) &&
+                   !(first == 0xF0 && second < 0x90) && !(first == 0xF4 && second > 0x8F)) {
+            i += 4;
+        } else {
+            return false;
+        }
+    }
+    return true;
+}
+
 static bool is_identifier(const std::string & text) {
-    return !text.empty() && text.find('\0') == std::string::npos;
+    return !text.empty() && text.find('\0') == std::string::npos && is_utf8(text);
 }
 
 static void read_magic(gguf_cursor & c) {
@@ -197,7 +220,7 @@ static void read_header(gguf_cursor & c, gguf_file & file, uint64_t & num_tensor
 static void read_key(gguf_cursor & c, gguf_file & file) {
     const std::string key = c.string("a metadata key");
     if (!is_identifier(key)) {
-        c.fail("a metadata key is empty or holds a NUL byte.");
+        c.fail("a metadata key is empty, holds a NUL byte, or is not UTF-8.");
     }
     gguf_value value{ c.number<uint32_t>("the type of a metadata value"), false, 1, 0, 0 };
     if (value.type == GGUF_TYPE_ARRAY) {
@@ -269,7 +292,7 @@ static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<st
     gguf_tensor tensor;
     tensor.name = c.string("a tensor's name");
     if (!is_identifier(tensor.name) || tensor.name.size() > MAX_TENSOR_NAME) {
-        c.fail(join("a tensor's name is empty, holds a NUL byte, or is longer than ", MAX_TENSOR_NAME, " bytes."));
+        c.fail(join("a tensor's name is empty, holds a NUL byte, is not UTF-8, or is longer than ", MAX_TENSOR_NAME, " bytes."));
     }
     if (!names.insert(tensor.name).second) {
         c.fail(join("the tensor '", tensor.name, "' stands twice."));

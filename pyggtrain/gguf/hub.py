@@ -27,6 +27,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         GGUFError: the hub does not have the file, or cannot be reached and the file is not in the cache.
     """
     text = os.fspath(path)
+    if text.encode("utf-8", "replace").decode() != text:
+        raise GGUFError(f"{text!a}: the file's name is not valid UTF-8, which llama.cpp needs. Rename it.")
     if not text.startswith("hf:/"):
         return Path(text)
     match = _HUB_NAME.fullmatch(text)
