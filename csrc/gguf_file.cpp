@@ -288,7 +288,8 @@ static uint64_t multiply(const gguf_cursor & c, uint64_t a, uint64_t b, const st
     return a * b;
 }
 
-static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<std::string> & names) {
+// `unknown` collects tensors whose type this build does not know, so that all of them are named at once.
+static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<std::string> & names, std::vector<std::string> & unknown) {
     gguf_tensor tensor;
     tensor.name = c.string("a tensor's name");
     if (!is_identifier(tensor.name) || tensor.name.size() > MAX_TENSOR_NAME) {
@@ -314,7 +315,9 @@ static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<st
     const uint32_t           type_id = c.number<uint32_t>("a tensor's type");
     const ggml_type_traits * traits  = quant_traits_or_null(type_id);
     if (traits == nullptr) {
-        c.fail(join("tensor '", tensor.name, "' has ggml type number ", type_id, ", which this build of llama.cpp does not know."));
+        unknown.push_back(join("'", tensor.name, "' (", type_id, ")"));
+        c.skip(sizeof(uint64_t), "a tensor's offset");
+        return;
     }
     tensor.type = (ggml_type) type_id;
     if (tensor.shape.back() % traits->blck_size != 0) {
@@ -324,6 +327,19 @@ static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<st
     // Relative to the start of the data until place_tensors() has found that start.
     tensor.offset = c.number<uint64_t>("a tensor's offset");
     file.tensors.push_back(std::move(tensor));
+}
+
+static void check_types(const gguf_cursor & c, const std::vector<std::string> & unknown) {
+    if (unknown.empty()) {
+        return;
+    }
+    constexpr size_t MAX_NAMED = 10;
+    std::string      list;
+    for (size_t i = 0; i < std::min(unknown.size(), MAX_NAMED); i++) {
+        list += (i ? ", " : "") + unknown[i];
+    }
+    c.fail(join(unknown.size(), " tensors have ggml type numbers that this build of llama.cpp does not know: ", list,
+                unknown.size() > MAX_NAMED ? ", ..." : "", ". Take the model in another quantisation."));
 }
 
 // Tensors stand one after another in the order of the table, each padded to the alignment (llama.cpp's rule), and end inside the file.
@@ -361,9 +377,11 @@ std::shared_ptr<gguf_file> gguf_file_open(const std::string & path, bool use_mma
     }
     read_alignment(c, *file);
     std::unordered_set<std::string> names;
+    std::vector<std::string>        unknown;
     for (uint64_t i = 0; i < num_tensors; i++) {
-        read_tensor(c, *file, names);
+        read_tensor(c, *file, names, unknown);
     }
+    check_types(c, unknown);
     place_tensors(c, *file);
     return file;
 }

@@ -150,8 +150,22 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     ),
     "bytes wrap": (header(1, 0, table_entry(b"t", [1 << 31, 1 << 31]) + b"\0" * 64), "2\\^63|cut off"),
     "rows not a multiple": (header(1, 0, table_entry(b"t", [33], type_id=2) + b"\0" * 64), "multiple of 32"),
-    "unknown type": (header(1, 0, table_entry(b"t", [32], type_id=999) + b"\0" * 64), "type number 999"),
-    "removed type": (header(1, 0, table_entry(b"t", [32], type_id=4) + b"\0" * 64), "type number 4"),
+    "unknown types": (
+        header(
+            3,
+            0,
+            table_entry(b"t", [32], type_id=999)
+            + table_entry(b"u", [32], type_id=0)
+            + table_entry(b"v", [32], type_id=77)
+            + b"\0" * 64,
+        ),
+        r"2 tensors have ggml type numbers .* does not know: 't' \(999\), 'v' \(77\)\. Take",
+    ),
+    "many unknown types": (
+        header(12, 0, b"".join(table_entry(b"%d" % i, [32], type_id=999) for i in range(12)) + b"\0" * 64),
+        r"12 tensors .*'9' \(999\), \.\.\.",
+    ),
+    "removed type": (header(1, 0, table_entry(b"t", [32], type_id=4) + b"\0" * 64), r"'t' \(4\)"),
     "name too long": (header(1, 0, table_entry(b"t" * 64, [8]) + b"\0" * 64), "longer than 63"),
     "NUL in name": (header(1, 0, table_entry(b"t\0t", [8]) + b"\0" * 64), "NUL"),
     "name that is no text": (header(1, 0, table_entry(b"t\xed\xa0\x80", [8]) + b"\0" * 64), "is not UTF-8"),

