@@ -19,6 +19,7 @@ from pyggtrain.data.tokens import TextEncoder
 from pyggtrain.errors import AdapterError, ParityError
 from pyggtrain.gguf import GGUFFile, Tokenizer
 from pyggtrain.gguf.finite import check_finite
+from pyggtrain.gguf.hub import local_path
 from pyggtrain.gguf.tokenizer import check_vocabulary
 from pyggtrain.model_info import ModelInfo, info
 from pyggtrain.nn import LoraPair
@@ -182,7 +183,7 @@ def exact_matches(
     wanted = [chat[-1]["content"] for chat in chats]
     # Room for an answer that is a little longer than any right one: enough to see that it does not end.
     max_new_tokens = max(len(tokenizer.encode(text)) for text in wanted) + 4
-    with closing(_llama_cpp(Path(model), prompts, max_new_tokens, num_threads)) as runtime:
+    with closing(_llama_cpp(local_path(model), prompts, max_new_tokens, num_threads)) as runtime:
         runtime.load_adapter(Path(adapter))
         return count_exact_matches(runtime, prompts, wanted, decode=tokenizer.decode, max_new_tokens=max_new_tokens)
 

@@ -149,6 +149,11 @@ class GGUFFile:
         """Size on disk, all parts together."""
         return sum(part.file_bytes for part in self._parts)
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the file system maps files; otherwise they are read into memory, here and in llama.cpp."""
+        return not any(part.why_read for part in self._parts)
+
     def check_unchanged(self) -> None:
         """Make sure that nothing has written to the file since it was opened; costs one system call for each part.
 

@@ -85,11 +85,18 @@ void * mmap64(void * a, size_t l, int p, int f, int fd, off_t o) { return mmap(a
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_file_system_that_cannot_map_is_read_and_that_is_said(path: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def no_mmap(tmp_path: Path) -> Path:
+    """A library to preload."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
     (tmp_path / "no_mmap.c").write_text(NO_MMAP)
     library = tmp_path / "no_mmap.so"
     subprocess.run(["cc", "-shared", "-fPIC", tmp_path / "no_mmap.c", "-o", library, "-ldl"], check=True)
+    return library
+
+
+def test_a_file_system_that_cannot_map_is_read_and_that_is_said(path: Path, no_mmap: Path) -> None:
     code = """
 import logging, sys
 logging.basicConfig(format="%(message)s")
@@ -97,10 +104,23 @@ from pyggtrain.gguf import GGUFFile
 import torch
 print(float(GGUFFile(sys.argv[1]).tensors["a.weight"].blocks.view(torch.float32).double().sum()))
 """
-    done = run(code, path, LD_PRELOAD=str(library))
+    done = run(code, path, LD_PRELOAD=str(no_mmap))
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == float(VALUES.double().sum())
     assert f"{path}: its file system cannot map files (No such device)" in done.stderr
+
+
+def test_llama_cpp_reads_there_too(tiny_llama_path: Path, no_mmap: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from pyggtrain.validation.runtime import BridgeRuntime, RuntimeSettings
+runtime = BridgeRuntime(Path(sys.argv[1]), RuntimeSettings(num_ctx=8, num_ubatch=8, num_threads=1))
+print(float(runtime.logits([1, 2, 3]).double().sum()))
+"""
+    mapped, read = run(code, tiny_llama_path), run(code, tiny_llama_path, LD_PRELOAD=str(no_mmap))
+    assert read.returncode == 0, read.stderr
+    assert float(read.stdout) == float(mapped.stdout)
 
 
 # ---- a file that changes while it is in use
