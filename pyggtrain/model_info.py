@@ -93,7 +93,7 @@ class ModelInfo:
         parts = f" in {self.num_parts} files" if self.num_parts > 1 else ""
         num_weights = sum(tensor.num_weights for tensor in self.tensors)
         facts = {
-            "file": str(self.path),
+            "file": _shortened(str(self.path), 1000),
             "size": f"{_mib(self.file_bytes)} in {len(self.tensors)} tensors{parts}, {num_weights:,} weights",
             "context": "not said" if self.context_length is None else f"{self.context_length:,} tokens",
             "vocabulary": f"{self.num_tokens:,} tokens",

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from pyggtrain.cli.tables import table
+from pyggtrain.cli.tables import printable, table
 from pyggtrain.errors import ConfigError
 
 
@@ -53,9 +53,8 @@ def run(arguments: Sequence[str]) -> int:
         nonlocal num_done
         num_done += 1
         if sys.stderr.isatty():
-            sys.stderr.write(
-                f"\r\x1b[K{num_done}/{len(file.tensor_infos)} {change.name} {change.found} -> {change.made}"
-            )
+            text = f"{num_done}/{len(file.tensor_infos)} {change.name} {change.found} -> {change.made}"
+            sys.stderr.write(f"\r\x1b[K{printable(text)}")
 
     with explained_write_errors(Path(parsed.output)):
         changes = requantize(

@@ -8,10 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from pyggtrain.cli import main
 from pyggtrain.cli.tables import facts_table, table
-from pyggtrain.gguf import GGUFFile, TypedValue, typed_metadata, write_gguf
+from pyggtrain.gguf import GGUFFile, QuantTensor, TypedValue, typed_metadata, write_gguf
 from pyggtrain.model_info import info
 
 
@@ -37,6 +38,16 @@ def test_control_characters_of_a_strangers_file_do_not_reach_the_terminal(tmp_pa
     assert info(path).facts()["general.name"] == "a\\x1b[2Jb\\nc"
     main(["info", str(path)])
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_nor_do_those_in_a_message_or_a_warning(tmp_path, capsys):
+    path = tmp_path / "strange.gguf"
+    value = torch.tensor([float("nan")]).view(torch.uint8)
+    write_gguf(path, {"general.architecture": "llama"}, [QuantTensor("a\x1b[2Jb", "F32", (1,), value)])
+    assert main(["info", str(path), "--tensors", "--check"]) == 2
+    captured = capsys.readouterr()
+    assert "a\\x1b[2Jb (F32): 1 of 1 weights hold NaN" in captured.err
+    assert "\x1b" not in captured.err + captured.out
 
 
 def test_info_needs_no_torch(smollm2_path):
