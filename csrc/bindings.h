@@ -7,6 +7,7 @@ namespace pyggtrain {
 
 namespace py = pybind11;
 
+void register_finite(py::module_ & module);
 void register_gguf_file(py::module_ & module);
 void register_graph(py::module_ & module);
 void register_matmul_cpu(py::module_ & module);

@@ -1,5 +1,6 @@
 #include "gguf_file.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <limits>
@@ -10,8 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
-
+#include "bus_error.h"
 #include "check.h"
 #include "gguf.h"
 #include "quant.h"
@@ -23,39 +23,112 @@ static constexpr uint64_t MAX_TENSOR_NAME = GGML_MAX_NAME - 1;
 static constexpr uint32_t MAX_DIMS        = GGML_MAX_DIMS;
 static constexpr uint64_t HEADER_BYTES    = 24;
 
+// Far above any real model (the largest have some thousand tensors). A key takes 14 bytes in the file and some 200 in memory, so
+// without a limit a file of nothing but keys would take many times its own size.
+static constexpr uint64_t MAX_KEYS    = 1 << 16;
+static constexpr uint64_t MAX_TENSORS = 1 << 16;
+// Bytes read at a time where a file cannot be mapped.
+static constexpr uint64_t READ_BYTES = 1 << 20;
+
 static std::atomic<int> live_mappings{ 0 };
 
-file_mapping::file_mapping(const std::string & path) {
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+file_mapping::file_mapping(const std::string & path, bool use_mmap) : path(path) {
+    fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (fd < 0) {
         throw gguf_error(join(path, ": cannot be opened: ", std::strerror(errno), "."));
     }
-    struct stat status;
-    if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
+    try {
+        struct stat status;
+        if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
+            throw gguf_error(join(path, ": is not a regular file; needed: a GGUF file."));
+        }
+        size        = (uint64_t) status.st_size;
+        device      = (uint64_t) status.st_dev;
+        inode       = (uint64_t) status.st_ino;
+        modified_s  = status.st_mtim.tv_sec;
+        modified_ns = status.st_mtim.tv_nsec;
+        if (size < HEADER_BYTES) {
+            throw gguf_error(join(path, ": has ", size, " bytes, less than a GGUF header (", HEADER_BYTES, " bytes). Download it again."));
+        }
+        why_read = use_mmap ? "" : "mapping is switched off";
+        map(fd);
+    } catch (...) {
         ::close(fd);
-        throw gguf_error(join(path, ": is not a regular file; needed: a GGUF file."));
+        throw;
     }
-    size = (uint64_t) status.st_size;
-    if (size < HEADER_BYTES) {
+    if (why_read.empty()) {
         ::close(fd);
-        throw gguf_error(join(path, ": has ", size, " bytes, less than a GGUF header (", HEADER_BYTES, " bytes). Download it again."));
+        fd = -1;
+        bus_error_watch(data, size, path);
     }
-    // NORESERVE: a private writable mapping of a file larger than memory would otherwise be refused, though nothing is ever written.
-    void * address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
-    const int error = errno;
-    ::close(fd);
-    if (address == MAP_FAILED) {
-        throw gguf_error(join(path, ": cannot be mapped into memory: ", std::strerror(error), "."));
-    }
-    data = static_cast<char *>(address);
     live_mappings++;
 }
 
-file_mapping::~file_mapping() {
-    if (data != nullptr) {
-        ::munmap(data, size);
-        live_mappings--;
+void file_mapping::map(int fd) {
+    if (why_read.empty()) {
+        // NORESERVE: a private writable mapping of a file larger than memory would otherwise be refused, though nothing is ever written.
+        void * address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+        if (address != MAP_FAILED) {
+            data       = static_cast<char *>(address);
+            num_loaded = size;
+            return;
+        }
+        if (errno == ENOMEM) {
+            throw gguf_error(join(path, ": cannot be mapped into memory: ", std::strerror(errno), "."));
+        }
+        why_read = std::strerror(errno);
     }
+    void * address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address == MAP_FAILED) {
+        throw gguf_error(join(path, ": cannot be mapped (", why_read, "), and its ", size, " bytes do not fit into memory. Copy it to a local disk."));
+    }
+    data = static_cast<char *>(address);
+}
+
+void file_mapping::read_until(uint64_t end) {
+    std::lock_guard<std::mutex> lock(mutex);
+    uint64_t                    at = num_loaded.load();
+    // A little ahead, so that a header of many small values takes few calls.
+    end = std::min(size, (end + READ_BYTES - 1) / READ_BYTES * READ_BYTES);
+    while (at < end) {
+        const ssize_t n = ::pread(fd, data + at, (size_t) std::min(end - at, READ_BYTES), (off_t) at);
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            throw gguf_error(join(path, ": cannot be read at byte ", at, ": ", n < 0 ? std::strerror(errno) : "it has become shorter", "."));
+        }
+        at += (uint64_t) n;
+    }
+    num_loaded.store(at, std::memory_order_release);
+}
+
+void file_mapping::check_unchanged() const {
+    struct stat status;
+    // A file that was replaced or deleted lives on in the mapping, unchanged.
+    if (::stat(path.c_str(), &status) != 0 || (uint64_t) status.st_dev != device || (uint64_t) status.st_ino != inode) {
+        return;
+    }
+    if ((uint64_t) status.st_size != size) {
+        throw gguf_error(join(path, ": had ", size, " bytes when it was opened and has ", status.st_size,
+                              " now. Something writes to it while it is in use; start again once that is done."));
+    }
+    if (status.st_mtim.tv_sec != modified_s || status.st_mtim.tv_nsec != modified_ns) {
+        throw gguf_error(join(path, ": was written to while it was in use, so weights may have changed. Start again once that is done."));
+    }
+}
+
+file_mapping::~file_mapping() {
+    if (data == nullptr) {
+        return;
+    }
+    if (fd >= 0) {
+        ::close(fd);
+    } else {
+        bus_error_forget(data);
+    }
+    ::munmap(data, size);
+    live_mappings--;
 }
 
 int num_live_mappings() {
@@ -76,11 +149,35 @@ const char * value_type_name(uint32_t type) {
     return type < GGUF_TYPE_COUNT ? gguf_type_name((gguf_type) type) : "unknown";
 }
 
+// Names reach Python, terminals and messages, so they must be text. RFC 3629: no overlong forms, no surrogates, at most 10FFFF.
+static bool is_utf8(const std::string & text) {
+    const auto byte         = [&](size_t i) { return i < text.size() ? (uint8_t) text[i] : (uint8_t) 0; };
+    const auto is_following = [&](size_t i) { return (byte(i) & 0xC0) == 0x80; };
+    for (size_t i = 0; i < text.size();) {
+        const uint8_t first = byte(i), second = byte(i + 1);
+        if (first < 0x80) {
+            i += 1;
+        } else if (first >= 0xC2 && first <= 0xDF && is_following(i + 1)) {
+            i += 2;
+        } else if ((first & 0xF0) == 0xE0 && is_following(i + 1) && is_following(i + 2) && !(first == 0xE0 && second < 0xA0) &&
+                   !(first == 0xED && second > 0x9F)) {
+            i += 3;
+        } else if (first >= 0xF0 && first <= 0xF4 && is_following(i + 1) && is_following(i + 2) && is_following(i + 3) &&
+                   !(first == 0xF0 && second < 0x90) && !(first == 0xF4 && second > 0x8F)) {
+            i += 4;
+        } else {
+            return false;
+        }
+    }
+    return true;
+}
+
 static bool is_identifier(const std::string & text) {
-    return !text.empty() && text.find('\0') == std::string::npos;
+    return !text.empty() && text.find('\0') == std::string::npos && is_utf8(text);
 }
 
 static void read_magic(gguf_cursor & c) {
+    c.need(HEADER_BYTES, "the header");
     const char * bytes = c.file.mapping->data;
     if (std::memcmp(bytes, "GGUF", 4) != 0) {
         const std::string start(bytes, 16);
@@ -115,14 +212,17 @@ static void read_header(gguf_cursor & c, gguf_file & file, uint64_t & num_tensor
     if (num_tensors > c.left() / 33) {
         c.fail(join("the file says it has ", num_tensors, " tensors, more than its size has room for: it is damaged, or cut off."));
     }
+    if (num_keys > MAX_KEYS || num_tensors > MAX_TENSORS) {
+        c.fail(join("the file says it has ", num_keys, " metadata keys and ", num_tensors, " tensors; taken are at most ", MAX_KEYS, " of each."));
+    }
 }
 
 static void read_key(gguf_cursor & c, gguf_file & file) {
     const std::string key = c.string("a metadata key");
     if (!is_identifier(key)) {
-        c.fail("a metadata key is empty or holds a NUL byte.");
+        c.fail("a metadata key is empty, holds a NUL byte, or is not UTF-8.");
     }
-    gguf_value value{ c.number<uint32_t>("the type of a metadata value"), false, 1, 0 };
+    gguf_value value{ c.number<uint32_t>("the type of a metadata value"), false, 1, 0, 0 };
     if (value.type == GGUF_TYPE_ARRAY) {
         value.is_array = true;
         value.type     = c.number<uint32_t>("the element type of an array");
@@ -144,6 +244,7 @@ static void read_key(gguf_cursor & c, gguf_file & file) {
         if (value.count > c.left() / size) {
             c.fail(join("'", key, "' says it has ", value.count, " values, more than the file has room for."));
         }
+        c.need(value.count * size, "a value");
         if (value.type == GGUF_TYPE_BOOL) {
             for (uint64_t i = 0; i < value.count; i++) {
                 if ((uint8_t) file.mapping->data[c.at + i] > 1) {
@@ -153,6 +254,7 @@ static void read_key(gguf_cursor & c, gguf_file & file) {
         }
         c.at += value.count * size;
     }
+    value.num_bytes = c.at - value.offset;
     if (!file.values.emplace(key, value).second) {
         c.fail(join("the metadata key '", key, "' stands twice."));
     }
@@ -171,8 +273,9 @@ static void read_alignment(gguf_cursor & c, gguf_file & file) {
     }
     uint32_t alignment;
     std::memcpy(&alignment, file.mapping->data + value.offset, sizeof(alignment));
-    if (alignment == 0 || (alignment & (alignment - 1)) != 0) {
-        c.fail(join("'" GGUF_KEY_GENERAL_ALIGNMENT "' is ", alignment, "; needed: a power of two."));
+    // llama.cpp reads any power of two but aborts where it maps a file whose tensors do not start at its own boundaries of 32 bytes.
+    if (alignment < GGUF_DEFAULT_ALIGNMENT || (alignment & (alignment - 1)) != 0) {
+        c.fail(join("'" GGUF_KEY_GENERAL_ALIGNMENT "' is ", alignment, "; needed: a power of two, ", GGUF_DEFAULT_ALIGNMENT, " or more."));
     }
     file.alignment = alignment;
 }
@@ -185,11 +288,12 @@ static uint64_t multiply(const gguf_cursor & c, uint64_t a, uint64_t b, const st
     return a * b;
 }
 
-static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<std::string> & names) {
+// `unknown` collects tensors whose type this build does not know, so that all of them are named at once.
+static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<std::string> & names, std::vector<std::string> & unknown) {
     gguf_tensor tensor;
     tensor.name = c.string("a tensor's name");
     if (!is_identifier(tensor.name) || tensor.name.size() > MAX_TENSOR_NAME) {
-        c.fail(join("a tensor's name is empty, holds a NUL byte, or is longer than ", MAX_TENSOR_NAME, " bytes."));
+        c.fail(join("a tensor's name is empty, holds a NUL byte, is not UTF-8, or is longer than ", MAX_TENSOR_NAME, " bytes."));
     }
     if (!names.insert(tensor.name).second) {
         c.fail(join("the tensor '", tensor.name, "' stands twice."));
@@ -211,7 +315,9 @@ static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<st
     const uint32_t           type_id = c.number<uint32_t>("a tensor's type");
     const ggml_type_traits * traits  = quant_traits_or_null(type_id);
     if (traits == nullptr) {
-        c.fail(join("tensor '", tensor.name, "' has ggml type number ", type_id, ", which this build of llama.cpp does not know."));
+        unknown.push_back(join("'", tensor.name, "' (", type_id, ")"));
+        c.skip(sizeof(uint64_t), "a tensor's offset");
+        return;
     }
     tensor.type = (ggml_type) type_id;
     if (tensor.shape.back() % traits->blck_size != 0) {
@@ -221,6 +327,19 @@ static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<st
     // Relative to the start of the data until place_tensors() has found that start.
     tensor.offset = c.number<uint64_t>("a tensor's offset");
     file.tensors.push_back(std::move(tensor));
+}
+
+static void check_types(const gguf_cursor & c, const std::vector<std::string> & unknown) {
+    if (unknown.empty()) {
+        return;
+    }
+    constexpr size_t MAX_NAMED = 10;
+    std::string      list;
+    for (size_t i = 0; i < std::min(unknown.size(), MAX_NAMED); i++) {
+        list += (i ? ", " : "") + unknown[i];
+    }
+    c.fail(join(unknown.size(), " tensors have ggml type numbers that this build of llama.cpp does not know: ", list,
+                unknown.size() > MAX_NAMED ? ", ..." : "", ". Take the model in another quantisation."));
 }
 
 // Tensors stand one after another in the order of the table, each padded to the alignment (llama.cpp's rule), and end inside the file.
@@ -246,10 +365,10 @@ static void place_tensors(gguf_cursor & c, gguf_file & file) {
     }
 }
 
-std::shared_ptr<gguf_file> gguf_file_open(const std::string & path) {
+std::shared_ptr<gguf_file> gguf_file_open(const std::string & path, bool use_mmap) {
     auto file     = std::make_shared<gguf_file>();
     file->path    = path;
-    file->mapping = std::make_shared<file_mapping>(path);
+    file->mapping = std::make_shared<file_mapping>(path, use_mmap);
     gguf_cursor c{ *file, 0 };
     uint64_t num_tensors, num_keys;
     read_header(c, *file, num_tensors, num_keys);
@@ -258,9 +377,11 @@ std::shared_ptr<gguf_file> gguf_file_open(const std::string & path) {
     }
     read_alignment(c, *file);
     std::unordered_set<std::string> names;
+    std::vector<std::string>        unknown;
     for (uint64_t i = 0; i < num_tensors; i++) {
-        read_tensor(c, *file, names);
+        read_tensor(c, *file, names, unknown);
     }
+    check_types(c, unknown);
     place_tensors(c, *file);
     return file;
 }

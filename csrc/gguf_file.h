@@ -10,11 +10,14 @@
 //
 // The mapping is private (copy on write): a stray write through a tensor view changes neither the file nor anyone else's view,
 // and cannot crash. It is unmapped when the file object and all tensors made from it are gone. Threads may read concurrently.
+// Where the file system cannot map, bytes are read into memory instead, from the start of the file to the last byte asked for.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -26,13 +29,36 @@ namespace pyggtrain {
 
 // The file's bytes, copy on write. Lives as long as somebody holds it.
 struct file_mapping {
-    char *   data = nullptr;
-    uint64_t size = 0;
+    std::string path;
+    char *      data = nullptr;
+    uint64_t    size = 0;
+    // Why the file is read into memory instead of being mapped; empty if it is mapped.
+    std::string why_read;
 
-    explicit file_mapping(const std::string & path);
+    file_mapping(const std::string & path, bool use_mmap);
     ~file_mapping();
     file_mapping(const file_mapping &)             = delete;
     file_mapping & operator=(const file_mapping &) = delete;
+
+    // Make the bytes before `end` readable through `data`. Does nothing for a mapped file.
+    void load(uint64_t end) {
+        if (end > num_loaded.load(std::memory_order_acquire)) {
+            read_until(end);
+        }
+    }
+
+    // gguf_error if the file under `path` is still the one that was opened, and has been cut off or written to since.
+    void check_unchanged() const;
+
+  private:
+    void map(int fd);
+    void read_until(uint64_t end);
+
+    int                   fd = -1;      // kept open only to read from
+    std::atomic<uint64_t> num_loaded{ 0 };
+    std::mutex            mutex;
+    uint64_t              device = 0, inode = 0;
+    int64_t               modified_s = 0, modified_ns = 0;
 };
 
 // Files still mapped by this process.
@@ -43,6 +69,7 @@ struct gguf_value {
     bool     is_array;
     uint64_t count;         // 1 for a scalar
     uint64_t offset;        // of the value's first byte in the file
+    uint64_t num_bytes;     // of the value in the file
 };
 
 struct gguf_tensor {
@@ -64,7 +91,8 @@ struct gguf_file {
     std::vector<gguf_tensor>                    tensors;
 };
 
-std::shared_ptr<gguf_file> gguf_file_open(const std::string & path);
+// `use_mmap` false reads instead of mapping, as on a file system that cannot map.
+std::shared_ptr<gguf_file> gguf_file_open(const std::string & path, bool use_mmap = true);
 
 // GGUF's name of a value type: "u32", "str", ...
 const char * value_type_name(uint32_t type);
@@ -82,6 +110,7 @@ struct gguf_cursor {
         if (num_bytes > left()) {
             fail(join(what, " needs ", num_bytes, " bytes but the file ends after ", left(), ". The download is not complete."));
         }
+        file.mapping->load(at + num_bytes);
     }
 
     template <typename T> T number(const char * what) {

@@ -200,6 +200,13 @@ struct graph_source {
         }
     }
 
+    // Stacks of experts take another way, which knows the scales.
+    bool is_scaled_nvfp4_ffn(const std::string & name, const ggml_tensor * w) const {
+        const size_t stem = name.size() < 7 ? 0 : name.size() - 7;
+        return w->type == GGML_TYPE_NVFP4 && w->ne[2] == 1 && name.find(".ffn_") != std::string::npos && name.compare(stem, 7, ".weight") == 0 &&
+               model->get_tensor((name.substr(0, stem) + ".scale").c_str()) != nullptr;
+    }
+
     // An adapter of rank 1 on every tensor, without memory: the pairs that turn up in the graph are those that llama.cpp applies.
     // It belongs to the model, which frees it, and must be there before a context is made, which sizes its graph by it.
     void add_adapter() {
@@ -215,7 +222,8 @@ struct graph_source {
         fresh->alpha = 1.0f;
         for (const auto & [name, w] : model->tensors_by_name) {
             // An adapter on the embedding adds rows, not a product; on a tied one llama.cpp aborts. It is never trained (models/model.py).
-            if (name == "token_embd.weight" || fresh->ab_map.count(name) > 0) {
+            // On an NVFP4 feed-forward weight with a scale of its own llama.cpp aborts too (llama-graph.cpp, build_ffn).
+            if (name == "token_embd.weight" || fresh->ab_map.count(name) > 0 || is_scaled_nvfp4_ffn(name, w)) {
                 continue;
             }
             ggml_tensor * a = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, w->ne[0], 1, w->ne[2]);

@@ -34,6 +34,7 @@ PYBIND11_MODULE(_bridge, module) {
 
     register_tensor_view(module);
     register_quant(module);
+    register_finite(module);
     register_gguf_file(module);
     register_graph(module);
     register_matmul_cpu(module);

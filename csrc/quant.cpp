@@ -4,8 +4,6 @@
 #include <cmath>
 #include <cstring>
 #include <map>
-#include <utility>
-#include <vector>
 
 #include <pybind11/stl.h>
 
@@ -140,44 +138,6 @@ static void quantize(const std::string & type_name, const py::handle & values, c
     }
 }
 
-// Rows that decode to a NaN or an infinity, which ggml would carry silently into every product: their number and the first one.
-static std::pair<int64_t, int64_t> count_nonfinite_rows(const std::string & type_name, const py::handle & blocks, int64_t columns, int num_threads) {
-    const ggml_type type = quant_type(type_name);
-    PYGGTRAIN_CHECK(columns > 0 && columns % ggml_blck_size(type) == 0, "columns", columns,
-                    join("a positive multiple of ", ggml_blck_size(type), ", the block size of ", type_name));
-    const size_t          row_bytes = ggml_row_size(type, columns);
-    const borrowed_tensor source    = matrix_borrow(blocks, "blocks", dtype::u8, -1, (int64_t) row_bytes);
-    check_num_threads(num_threads);
-
-    py::gil_scoped_release release;
-    const auto             to_float = ggml_get_type_traits(type)->to_float;
-    const auto *           in       = static_cast<const char *>(source.data);
-    const int64_t          rows     = source.dim(0);
-    int64_t                count = 0, first = rows;
-#pragma omp parallel num_threads(num_threads) reduction(+ : count) reduction(min : first)
-    {
-        std::vector<float> decoded(type == GGML_TYPE_F32 ? 0 : (size_t) columns);
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; row++) {
-            const float * values = reinterpret_cast<const float *>(in + row * row_bytes);
-            if (type != GGML_TYPE_F32) {
-                to_float(in + row * row_bytes, decoded.data(), columns);
-                values = decoded.data();
-            }
-            // x - x is 0 for every finite x and NaN otherwise; the sum stays 0 only if all are finite, and vectorises.
-            float sum = 0.0f;
-            for (int64_t i = 0; i < columns; i++) {
-                sum += values[i] - values[i];
-            }
-            if (!(sum == 0.0f)) {
-                count++;
-                first = std::min(first, row);
-            }
-        }
-    }
-    return { count, count > 0 ? first : -1 };
-}
-
 struct quant_type_info {
     ggml_type type;
 };
@@ -199,8 +159,6 @@ void register_quant(py::module_ & module) {
     }, "Every tensor type that can hold weights, by name.");
     module.def("dequantize", &dequantize, py::arg("type"), py::arg("blocks"), py::arg("out"), py::arg("num_threads"),
                "Decode blocks [rows, row_bytes] uint8 into out [rows, columns] float32, rows shared among threads. The GIL is released.");
-    module.def("count_nonfinite_rows", &count_nonfinite_rows, py::arg("type"), py::arg("blocks"), py::arg("columns"), py::arg("num_threads"),
-               "(how many, first or -1) of the rows of blocks [rows, row_bytes] that decode to a NaN or an infinity. The GIL is released.");
     module.def("quantize", &quantize, py::arg("type"), py::arg("values"), py::arg("out"), py::arg("num_threads"), py::arg("imatrix") = py::none(),
                "Encode values [rows, columns] float32 into out [rows, row_bytes] uint8 with ggml's own quantiser; imatrix [columns] float32 weighs columns.");
 }

@@ -16,19 +16,24 @@ namespace pyggtrain {
 
 namespace py = pybind11;
 
+static llama_model * load_vocabulary(const std::string & path) {
+    llama_log_clear();
+    llama_model_params params = llama_model_default_params();
+    params.vocab_only         = true;
+    params.n_gpu_layers       = 0;
+    llama_model * model       = llama_model_load_from_file(path.c_str(), params);
+    if (model == nullptr) {
+        throw bridge_error(join(path, ": llama.cpp cannot load its tokenizer: ", llama_log_complaints()));
+    }
+    return model;
+}
+
 struct tokenizer {
     std::unique_ptr<llama_model, decltype(&llama_model_free)> model;
     const llama_vocab *                                       vocab;
 
     explicit tokenizer(const std::string & path) : model(nullptr, llama_model_free), vocab(nullptr) {
-        llama_log_clear();
-        llama_model_params params = llama_model_default_params();
-        params.vocab_only         = true;
-        params.n_gpu_layers       = 0;
-        model.reset(llama_model_load_from_file(path.c_str(), params));
-        if (model == nullptr) {
-            throw bridge_error(join(path, ": llama.cpp cannot load its tokenizer: ", llama_log_complaints()));
-        }
+        model.reset(load_vocabulary(path));
         vocab = llama_model_get_vocab(model.get());
         PYGGTRAIN_CHECK(llama_vocab_type(vocab) != LLAMA_VOCAB_TYPE_NONE, path, "a model without a tokenizer", "tokenizer.ggml.* metadata");
     }
@@ -41,12 +46,26 @@ struct tokenizer {
     std::vector<llama_token> encode(const std::string & text, bool add_special, bool parse_special) const {
         // llama.cpp takes the length as int32 and wants room for a token per byte plus BOS and EOS.
         PYGGTRAIN_CHECK(text.size() < (size_t) std::numeric_limits<int32_t>::max() - 16, "text", join(text.size(), " bytes long"), "less than 2 GiB");
+        // llama.cpp aborts where it shall add a token that the file does not have.
+        PYGGTRAIN_CHECK(!add_special || !llama_vocab_get_add_bos(vocab) || llama_vocab_bos(vocab) != LLAMA_TOKEN_NULL, "tokenizer.ggml.add_bos_token",
+                        "true in a file without a BOS token", "tokenizer.ggml.bos_token_id");
+        PYGGTRAIN_CHECK(!add_special || !llama_vocab_get_add_eos(vocab) || llama_vocab_eos(vocab) != LLAMA_TOKEN_NULL, "tokenizer.ggml.add_eos_token",
+                        "true in a file without an EOS token", "tokenizer.ggml.eos_token_id");
+        PYGGTRAIN_CHECK(!add_special || !llama_vocab_get_add_sep(vocab) || llama_vocab_sep(vocab) != LLAMA_TOKEN_NULL, "tokenizer.ggml.add_sep_token",
+                        "true in a file without a separator token", "tokenizer.ggml.seperator_token_id");
         std::vector<llama_token> ids(text.size() / 2 + 16);
-        int32_t n = llama_tokenize(vocab, text.data(), (int32_t) text.size(), ids.data(), (int32_t) ids.size(), add_special, parse_special);
+        const auto               tokenize = [&] {
+            try {
+                return llama_tokenize(vocab, text.data(), (int32_t) text.size(), ids.data(), (int32_t) ids.size(), add_special, parse_special);
+            } catch (const std::exception & error) {
+                throw bridge_error(join("text cannot be tokenised with the file's vocabulary, which lacks tokens that its kind must have (", error.what(), ")."));
+            }
+        };
+        int32_t n = tokenize();
         if (n < 0) {
             PYGGTRAIN_CHECK(n != std::numeric_limits<int32_t>::min(), "text", "too long for llama.cpp", "less than 2^31 tokens");
             ids.resize((size_t) -n);
-            n = llama_tokenize(vocab, text.data(), (int32_t) text.size(), ids.data(), (int32_t) ids.size(), add_special, parse_special);
+            n = tokenize();
         }
         PYGGTRAIN_CHECK(n >= 0, "text", "not tokenised by llama.cpp", "a stable token count");
         ids.resize((size_t) n);
@@ -87,6 +106,8 @@ struct tokenizer {
 
 void register_tokenizer(py::module_ & module) {
     using released = py::call_guard<py::gil_scoped_release>;
+    module.def("check_vocabulary", [](const std::string & path) { llama_model_free(load_vocabulary(path)); }, py::arg("path"),
+               "Load metadata and vocabulary and forget them; aborts the process where llama.cpp does, so it is called in a child.");
     py::class_<tokenizer>(module, "Tokenizer", "llama.cpp's tokenizer of one GGUF file; reads no weights. Ids that do not exist in the file are -1.")
         .def(py::init<const std::string &>(), py::arg("path"), released())
         .def_property_readonly("num_tokens", [](const tokenizer & self) { return llama_vocab_n_tokens(self.vocab); })

@@ -18,6 +18,9 @@ from pyggtrain.data.rows import read_rows
 from pyggtrain.data.tokens import TextEncoder
 from pyggtrain.errors import AdapterError, ParityError
 from pyggtrain.gguf import GGUFFile, Tokenizer
+from pyggtrain.gguf.finite import check_finite
+from pyggtrain.gguf.hub import local_path
+from pyggtrain.gguf.tokenizer import check_vocabulary
 from pyggtrain.model_info import ModelInfo, info
 from pyggtrain.nn import LoraPair
 from pyggtrain.training.config import TrainConfig, build_config
@@ -180,7 +183,7 @@ def exact_matches(
     wanted = [chat[-1]["content"] for chat in chats]
     # Room for an answer that is a little longer than any right one: enough to see that it does not end.
     max_new_tokens = max(len(tokenizer.encode(text)) for text in wanted) + 4
-    with closing(_llama_cpp(Path(model), prompts, max_new_tokens, num_threads)) as runtime:
+    with closing(_llama_cpp(local_path(model), prompts, max_new_tokens, num_threads)) as runtime:
         runtime.load_adapter(Path(adapter))
         return count_exact_matches(runtime, prompts, wanted, decode=tokenizer.decode, max_new_tokens=max_new_tokens)
 
@@ -214,7 +217,10 @@ def verify(
     Raises:
         AdapterError: the adapter does not fit the base, or holds pairs that have no effect in llama.cpp.
     """
-    base, tokenizer = GGUFFile.open(model), Tokenizer.from_gguf(model)
+    base = GGUFFile.open(model)
+    check_vocabulary(base.path)
+    check_finite(base, num_threads=num_threads or num_usable_cores())
+    tokenizer = Tokenizer.from_gguf(base.path)
     file = gguf_adapter.load(adapter)
     gguf_adapter.check_against_base(file, base, ignore_hash=ignore_hash, hash_base=hash_base)
     loaded = models.load(base)
@@ -230,7 +236,7 @@ def verify(
     settings = ParitySettings(max_tokens=max_tokens, num_threads=num_threads or num_usable_cores())
     served = None if runtime == "bridge" else ServerRuntime(runtime)
     return verify_adapter(
-        Path(model), Path(adapter), documents, ours=TrainedModel(loaded, pairs), settings=settings, served=served
+        base.path, Path(adapter), documents, ours=TrainedModel(loaded, pairs), settings=settings, served=served
     )
 
 

@@ -2,12 +2,14 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pyggtrain.gguf import DeferredTensor, GGUFFile, QuantTensor, quantize_tensor, typed_metadata, write_gguf
+from pyggtrain.gguf import DeferredTensor, GGUFFile, QuantTensor, quantize_tensor, typed_metadata, write_gguf, writer
 
 if not torch.cuda.is_available():
     # read when a kernel is defined, that is at its module's import, so before any test module runs
@@ -63,6 +65,24 @@ def decode(tensor: QuantTensor) -> torch.Tensor:
     out = torch.empty(tensor.num_rows, tensor.shape[-1])
     _bridge.dequantize(tensor.type, tensor.blocks.reshape(tensor.num_rows, -1), out, 1)
     return out.reshape(tensor.shape)
+
+
+@pytest.fixture
+def sparse_gguf(tmp_path: Path) -> Callable[..., Path]:
+    """({name: (type, shape)}, metadata) -> a file of any size whose weights are holes: zeros that take no room."""
+
+    def make(shapes: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, Any] | None = None) -> Path:
+        def produce() -> torch.Tensor:
+            raise AssertionError("never written")
+
+        tensors = [DeferredTensor(name, type, shape, produce) for name, (type, shape) in shapes.items()]
+        path = tmp_path / "sparse.gguf"
+        path.write_bytes(writer._header(metadata or {}, tensors, 32))
+        num_bytes = sum(writer._padded(writer._num_bytes(tensor), 32) for tensor in tensors)
+        os.truncate(path, path.stat().st_size + num_bytes)
+        return path
+
+    return make
 
 
 @pytest.fixture(scope="session")

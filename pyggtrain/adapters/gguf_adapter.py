@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PREFIX = "pyggtrain."
+# Types of few bits would also let a small file take much memory.
+_TYPES = ("F32", "F16", "BF16", "Q8_0")
 _BASE_KEYS = {
     "base.header_sha256": "metadata and tensor table",
     "base.tokenizer_sha256": "tokenizer",
@@ -185,8 +187,22 @@ def _read_pairs(file: GGUFFile) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         if len(pair) < 2:
             present = next(iter(pair))
             raise AdapterError(f"{name}.{present} in {file.path} stands alone: needed both lora_a and lora_b.")
-        pairs[name] = (dequantize(pair["lora_a"]), dequantize(pair["lora_b"]))
+        pairs[name] = (_read_half(file, pair["lora_a"]), _read_half(file, pair["lora_b"]))
     return pairs
+
+
+def _read_half(file: GGUFFile, tensor: QuantTensor) -> torch.Tensor:
+    if tensor.type not in _TYPES:
+        raise AdapterError(
+            f"{tensor.name} in {file.path} is {tensor.type}: needed {', '.join(_TYPES)}, as llama.cpp's converter "
+            "writes. Convert the adapter again."
+        )
+    values = dequantize(tensor)
+    if not bool(torch.isfinite(values).all()):
+        raise AdapterError(
+            f"{tensor.name} in {file.path} holds NaN or infinity: every result would be NaN. Export the adapter again."
+        )
+    return values
 
 
 def check_against_base(

@@ -10,6 +10,7 @@ COMMANDS = {
     "train": "train a LoRA adapter on a GGUF file",
     "verify": "check an adapter against llama.cpp",
     "info": "show what a GGUF file holds",
+    "quantize": "write a copy of a GGUF file with other tensor types",
     "architectures": "show which models can be trained",
     "quickstart": "train a small real model on this machine and measure the effect",
 }
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(name: str, arguments: list[str]) -> int:
+    from pyggtrain.cli.tables import printable
     from pyggtrain.errors import PyggtrainError
 
     _show_log()
@@ -55,17 +57,24 @@ def _guarded(name: str, arguments: list[str]) -> int:
     except PyggtrainError as error:
         if show_trace:
             raise
-        sys.stderr.write(f"\npyggtrain {name}: {error}\n")
+        sys.stderr.write(f"\npyggtrain {name}: {printable(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt as stop:
         sys.stderr.write(f"\n{str(stop) or 'Stopped.'}\n")
         return 128 + signal.SIGINT
 
 
+class _Plain(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        from pyggtrain.cli.tables import printable
+
+        return printable(super().format(record))
+
+
 def _show_log() -> None:
     """Show what the library logs (what it read otherwise than written, left out, or chose) as plain lines on stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Plain("%(message)s"))
     logger = logging.getLogger("pyggtrain")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)

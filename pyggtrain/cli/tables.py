@@ -3,6 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 
+def printable(text: str) -> str:
+    """Return text without what a terminal could obey: names in a file may come from a stranger. Line ends stay."""
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as lines with aligned columns; numbers to the right, a rule below the first row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -4,6 +4,7 @@ map.
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pyggtrain import _bridge
 from pyggtrain.errors import GGUFError
+from pyggtrain.gguf.hub import local_path
 from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.gguf.split import check_parts, part_paths
 from pyggtrain.gguf.upload import release, upload
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from pyggtrain._bridge import MappedGGUF, MetadataValue, TensorInfo
+
+logger = logging.getLogger(__name__)
 
 
 class Metadata(Mapping[str, "MetadataValue"]):
@@ -56,7 +60,8 @@ class GGUFFile:
     map.
 
     Args:
-        path: the file, or any part of a split model (``name-00002-of-00003.gguf``). The bytes are never changed.
+        path: the file, or any part of a split model (``name-00002-of-00003.gguf``), or a name on the Hugging Face hub
+            (``hf://owner/repo/file.gguf``). The bytes are never changed.
 
     Attributes:
         path: the file, or the first part of a split model: the one that llama.cpp has to be given.
@@ -66,12 +71,22 @@ class GGUFFile:
     Raises:
         GGUFError: missing, truncated or malformed file, with the byte offset and the rule that it breaks; a missing
             or foreign part.
+        ConfigError: a name on the hub, without the package that fetches it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.paths = part_paths(Path(path))
+        self.paths = part_paths(local_path(path))
         self.path = self.paths[0]
         self._parts = [_bridge.MappedGGUF(os.fspath(part)) for part in self.paths]
+        for part in self._parts:
+            if part.why_read:
+                logger.warning(
+                    "%s: its file system cannot map files (%s); what is needed of its %.1f MiB is read into memory "
+                    "instead.",
+                    part.path,
+                    part.why_read,
+                    part.file_bytes / 2**20,
+                )
         self.metadata = Metadata(self._parts[0])
         check_parts(self._parts)
         self.tensor_infos: dict[str, TensorInfo] = {}
@@ -134,6 +149,20 @@ class GGUFFile:
         """Size on disk, all parts together."""
         return sum(part.file_bytes for part in self._parts)
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the file system maps files; otherwise they are read into memory, here and in llama.cpp."""
+        return not any(part.why_read for part in self._parts)
+
+    def check_unchanged(self) -> None:
+        """Make sure that nothing has written to the file since it was opened; costs one system call for each part.
+
+        Raises:
+            GGUFError: it has been cut off or written to: weights that were not read yet would be other ones, or none.
+        """
+        for part in self._parts:
+            part.check_unchanged()
+
     def text(self, key: str) -> str:
         """The string value of `key`.
 
@@ -145,6 +174,11 @@ class GGUFFile:
             found = "absent" if value is None else f"of type {self.metadata.value_type(key)}"
             raise GGUFError(f"{self.path}: metadata key '{key}' is {found}; needed: a string.")
         return value
+
+    def array_length(self, key: str) -> int:
+        """Values in the array `key`, without decoding them; 0 if the file has no such array."""
+        is_array = key in self.metadata and self.metadata.value_type(key).startswith("arr")
+        return self._parts[0].value_count(key) if is_array else 0
 
     @cached_property
     def header_sha256(self) -> str:
@@ -163,10 +197,13 @@ class GGUFFile:
             for key in self.metadata
             if key.startswith("tokenizer.") and not key.startswith("tokenizer.chat_template")
         )
-        values = {key: self.metadata[key] for key in keys}
-        return hashlib.sha256(
-            json.dumps(values, ensure_ascii=False, sort_keys=True).encode("utf-8", "surrogatepass")
-        ).hexdigest()
+        # The digest of all of them as one JSON object, made key by key: a vocabulary is large.
+        digest = hashlib.sha256(b"{")
+        for index, key in enumerate(keys):
+            member = json.dumps({key: self.metadata[key]}, ensure_ascii=False)[1:-1]
+            digest.update((", " * (index > 0) + member).encode("utf-8", "surrogatepass"))
+        digest.update(b"}")
+        return digest.hexdigest()
 
     def sha256(self) -> str:
         """SHA-256 (hex) of the whole file, or of all parts in turn. Reads every byte: minutes for 100 GiB."""

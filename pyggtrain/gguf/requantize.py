@@ -6,22 +6,26 @@ source holds, so requantising a quantised file adds the second rounding to the f
 file where there is one.
 """
 
+import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyggtrain import _bridge
-from pyggtrain.errors import ConfigError, GGUFError
+from pyggtrain.errors import BridgeError, ConfigError, GGUFError
 from pyggtrain.gguf.file import GGUFFile
 from pyggtrain.gguf.quant_tensor import QuantTensor
+from pyggtrain.gguf.split import is_part_name
 from pyggtrain.gguf.writer import (
     DeferredTensor,
     TypedValue,
     WritableTensor,
-    quantize_tensor,
+    row_bytes,
     typed_metadata,
     write_gguf,
 )
@@ -29,16 +33,31 @@ from pyggtrain.gguf.writer import (
 if TYPE_CHECKING:
     import torch
 
-# Small tensors whose exact values decide much: routers, state-space and position tensors (llama.cpp,
-# src/llama-quant.cpp).
+# Tensors that llama.cpp never quantises: small ones whose exact values decide much, such as routers, state-space and
+# position tensors, and those of projectors (llama.cpp, src/llama-quant.cpp, tensor_allows_quantization).
 KEPT = (
-    "*ffn_gate_inp*",
+    "*_norm.weight",
+    "*ffn_gate_inp.weight",
+    "*altup*",
+    "*laurel*",
+    "*per_layer_model_proj*",
     "*ssm_conv1d*",
-    "*shortconv.conv*",
-    "*time_mix*",
-    "*attn_rel_b*",
+    "*shortconv.conv.weight",
+    "*indexer.[kq]_proj.weight",
+    "*time_mix_*[0-2].weight",
+    "*time_mix_first.weight",
+    "*time_mix_lerp_fused.weight",
+    "*attn_rel_b.weight",
     "*position_embd*",
     "*token_types*",
+    "*sam.pos_embd*",
+    "*sam.neck.*",
+    "*sam.net_*",
+    "*.rel_pos*",
+    "*.patch_embd*",
+    "*.patch_merger*",
+    "*a.rvq.codebook*",
+    "*mm.a.code_embd*",
 )
 
 # Where a row is no multiple of a type's block: the type of at least its quality that has blocks of 32, as llama.cpp
@@ -54,6 +73,8 @@ FALLBACKS = {
 }
 # Rows that no block type fits stay in this one.
 LAST_RESORT = "F16"
+# Values decoded and encoded at a time.
+_CHUNK_VALUES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -82,7 +103,14 @@ def plan(file: GGUFFile, type: str, tensor_types: Mapping[str, str] | None = Non
     overrides = dict(tensor_types or {})
     known = _bridge.quant_types()
     if unknown := sorted({type, *overrides.values()} - set(known)):
-        raise ConfigError(f"Types {', '.join(unknown)} are unknown; needed: of {', '.join(known)}.")
+        mixes = [name for name in unknown if name[:-2] in known and name[-2:] in ("_S", "_M", "_L")]
+        hint = (
+            f" {mixes[0]} is a mix of types; here every weight becomes the one type {mixes[0][:-2]}, but for those "
+            "that a pattern gives another."
+            if mixes
+            else ""
+        )
+        raise ConfigError(f"Types {', '.join(unknown)} are unknown; needed: of {', '.join(known)}.{hint}")
     for pattern in overrides:
         if not any(fnmatchcase(name, pattern) for name in file.tensor_infos):
             raise ConfigError(
@@ -92,11 +120,14 @@ def plan(file: GGUFFile, type: str, tensor_types: Mapping[str, str] | None = Non
 
 
 def _change(name: str, found: str, shape: tuple[int, ...], type: str, overrides: Mapping[str, str]) -> Change:
+    known = _bridge.quant_types()
     asked = [override for pattern, override in overrides.items() if fnmatchcase(name, pattern)]
-    if not asked and (len(shape) < 2 or not name.endswith(".weight") or any(fnmatchcase(name, kept) for kept in KEPT)):
+    is_weight = len(shape) >= 2 and name.endswith(".weight") and not any(fnmatchcase(name, kept) for kept in KEPT)
+    # Integers are indices, whatever a pattern says.
+    if found not in known or not (asked or is_weight):
         return Change(name, found, found, "")
     wanted = made = asked[-1] if asked else type
-    while shape[-1] % _bridge.quant_types()[made].block_size:
+    while shape[-1] % known[made].block_size:
         made = FALLBACKS.get(made, LAST_RESORT)
     reason = "" if made == wanted else f"rows of {shape[-1]} are no multiple of {wanted}'s block"
     return Change(name, found, made, reason)
@@ -110,58 +141,126 @@ def requantize(
     tensor_types: Mapping[str, str] | None = None,
     imatrix: "Mapping[str, torch.Tensor] | None" = None,
     is_uniform_allowed: bool = False,
+    is_requantize_allowed: bool = False,
+    overwrite: bool = False,
     num_threads: int = 1,
+    progress: Callable[[Change], None] = lambda change: None,
 ) -> list[Change]:
-    """Write `file` to `output` with other tensor types; one tensor in memory at a time, replaced atomically.
+    """Write `file` to `output` with other tensor types, in one piece; the file appears complete or not at all.
+
+    Memory: one tensor as it will be written, and 32 MiB.
 
     Args:
         type, tensor_types: as in `plan`.
         imatrix: importance of each column by tensor name, see `read_imatrix`.
         is_uniform_allowed: where a type needs an importance matrix and there is none, weigh all columns alike.
+        is_requantize_allowed: quantise weights that are quantised already.
+        overwrite: replace an existing file.
+        progress: told about each tensor before it is written.
 
     Returns:
         What was done, in the order of the file.
 
     Raises:
-        ConfigError: as in `plan`; a type needs an importance matrix; `output` is the source itself.
+        ConfigError: as in `plan`; a type needs an importance matrix; a weight is quantised already; `output` exists,
+            is the source itself, or is named like one part of several.
+        OSError: `output` cannot be written; what was there before stays.
     """
     changes = plan(file, type, tensor_types)
-    if any(os.path.exists(output) and os.path.samefile(output, path) for path in file.paths):
-        raise ConfigError(f"{output} is the file to be read; needed: another name. The source is never overwritten.")
     weights = imatrix or {}
+    _check(file, Path(output), changes, overwrite=overwrite, is_requantize_allowed=is_requantize_allowed)
+    if not is_uniform_allowed:
+        _check_imatrix(changes, weights)
+    tensors: list[WritableTensor] = [
+        DeferredTensor(
+            change.name,
+            change.made,
+            tensor.shape,
+            partial(_produce, tensor, change, weights.get(change.name), num_threads, progress),
+        )
+        for tensor, change in zip(file.tensors.values(), changes, strict=True)
+    ]
+    write_gguf(output, _metadata(file, changes), tensors)
+    return changes
+
+
+def _check(
+    file: GGUFFile, output: Path, changes: list[Change], *, overwrite: bool, is_requantize_allowed: bool
+) -> None:
+    if any(output.exists() and output.samefile(path) for path in file.paths):
+        raise ConfigError(f"{output} is the file to be read; needed: another name. The source is never overwritten.")
+    if output.exists() and not overwrite:
+        raise ConfigError(f"{output} exists already. Choose another name, or overwrite it explicitly.")
+    if not output.parent.is_dir():
+        raise ConfigError(f"{output}: the folder {output.parent} does not exist. Make it first.")
+    if is_part_name(output):
+        raise ConfigError(f"{output} is named like a part of a split model; needed: a name without -00001-of-00002.")
+    known = _bridge.quant_types()
+    again = [c for c in changes if c.made != c.found and known[c.found].is_quantized and known[c.made].is_quantized]
+    if again and not is_requantize_allowed:
+        raise ConfigError(
+            f"{len(again)} weights of {file.path} are quantised already (first: {again[0].name}, {again[0].found}): a "
+            "second rounding falls on another grid and costs quality. Start from an F16, BF16 or F32 file, or allow "
+            "it explicitly."
+        )
+
+
+def _check_imatrix(changes: list[Change], weights: "Mapping[str, torch.Tensor]") -> None:
     known = _bridge.quant_types()
     missing = [c.name for c in changes if c.made != c.found and known[c.made].needs_imatrix and c.name not in weights]
-    if missing and not is_uniform_allowed:
+    if missing:
         raise ConfigError(
             f"{len(missing)} tensors shall become a type that needs an importance matrix, and none is given for them "
             f"(first: {missing[0]}). Give one made by llama-imatrix, or allow uniform weights at a cost in quality."
         )
+
+
+def _metadata(file: GGUFFile, changes: list[Change]) -> dict[str, TypedValue]:
     metadata = {key: value for key, value in typed_metadata(file).items() if not key.startswith("split.")}
-    # 0 (all F32) to 26 number old mixes of types; readers that trust this key over the tensors are wrong about any mix.
-    metadata["general.file_type"] = TypedValue("u32", FILE_TYPES.get(type, 0))
-    tensors: list[WritableTensor] = [
-        tensor
-        if change.made == change.found
-        else DeferredTensor(
-            change.name,
-            change.made,
-            tensor.shape,
-            partial(_blocks, tensor, change.made, weights.get(change.name), num_threads),
-        )
-        for tensor, change in zip(file.tensors.values(), changes, strict=True)
-    ]
-    write_gguf(output, metadata, tensors)
-    return changes
+    metadata["general.file_type"] = TypedValue("u32", FILE_TYPES[main_type(file, changes)])
+    if any(_bridge.quant_types()[c.made].is_quantized for c in changes if c.made in _bridge.quant_types()):
+        metadata["general.quantization_version"] = TypedValue("u32", QUANTIZATION_VERSION)
+    return metadata
 
 
-def _blocks(tensor: QuantTensor, type: str, imatrix: "torch.Tensor | None", num_threads: int) -> "torch.Tensor":
+def main_type(file: GGUFFile, changes: list[Change]) -> str:
+    """The type that most weights of matrices have after the changes."""
+    num_weights: Counter[str] = Counter()
+    for change in changes:
+        shape = file.tensor_infos[change.name].shape
+        if change.made in FILE_TYPES and len(shape) >= 2:
+            num_weights[change.made] += math.prod(shape)
+    return num_weights.most_common(1)[0][0] if num_weights else "F32"
+
+
+def _produce(
+    tensor: QuantTensor,
+    change: Change,
+    imatrix: "torch.Tensor | None",
+    num_threads: int,
+    progress: Callable[[Change], None],
+) -> "torch.Tensor":
     import torch
 
-    values = torch.empty(tensor.num_rows, tensor.shape[-1])
-    _bridge.dequantize(tensor.type, tensor.blocks.reshape(tensor.num_rows, -1), values, num_threads)
-    if imatrix is None and _bridge.quant_types()[type].needs_imatrix:
-        imatrix = torch.ones(tensor.shape[-1])
-    return quantize_tensor(tensor.name, values, type, imatrix=imatrix, num_threads=num_threads).blocks
+    progress(change)
+    if change.made == change.found:
+        return tensor.blocks
+    columns = tensor.shape[-1]
+    if imatrix is None and _bridge.quant_types()[change.made].needs_imatrix:
+        imatrix = torch.ones(columns)
+    source = tensor.blocks.reshape(tensor.num_rows, -1)
+    blocks = torch.empty(tensor.num_rows, row_bytes(change.made, columns), dtype=torch.uint8)
+    step = max(1, _CHUNK_VALUES // columns)
+    values = torch.empty(min(step, tensor.num_rows), columns)
+    for first in range(0, tensor.num_rows, step):
+        chunk = source[first : first + step]
+        decoded = values[: chunk.shape[0]]
+        _bridge.dequantize(tensor.type, chunk, decoded, num_threads)
+        try:
+            _bridge.quantize(change.made, decoded, blocks[first : first + step], num_threads, imatrix)
+        except BridgeError as error:
+            raise GGUFError(f"{tensor.name}: cannot become {change.made}: {error}") from error
+    return blocks
 
 
 def read_imatrix(path: str | os.PathLike[str]) -> "dict[str, torch.Tensor]":
@@ -193,7 +292,10 @@ def read_imatrix(path: str | os.PathLike[str]) -> "dict[str, torch.Tensor]":
     return result
 
 
-# llama.cpp's LLAMA_FTYPE numbers of the files that are mostly one type.
+# ggml's GGML_QNT_VERSION: the layout of the block types, unchanged since 2023.
+QUANTIZATION_VERSION = 2
+
+# llama.cpp's LLAMA_FTYPE numbers of files that are mostly one type, as its own loader guesses them from the tensors.
 FILE_TYPES = {
     "F32": 0,
     "F16": 1,

@@ -20,21 +20,39 @@ _PART_NAME = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 _MAX_PARTS = 9999
 
 
+def is_part_name(path: Path) -> bool:
+    """Whether a file of this name is taken for one part of a split model."""
+    return _PART_NAME.fullmatch(path.name) is not None
+
+
+def part_names(name: str) -> list[str]:
+    """The names of all parts, in order, of the model that a file `name` is a part of; none if it is no part.
+
+    Raises:
+        GGUFError: the name counts wrongly.
+    """
+    match = _PART_NAME.fullmatch(name)
+    if match is None:
+        return []
+    count, number = int(match["count"]), int(match["number"])
+    if not (1 <= number <= count <= _MAX_PARTS):
+        raise GGUFError(
+            f"{name}: is named part {number} of {count}; needed: part 1 to {count} of at most {_MAX_PARTS}."
+        )
+    return [f"{match['name']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
+
+
 def part_paths(path: Path) -> list[Path]:
     """All parts of the model that `path` is a part of, in order; just `path` for a model in one file.
 
     Raises:
         GGUFError: a part is missing, or the name counts wrongly.
     """
-    match = _PART_NAME.fullmatch(path.name)
-    if match is None:
+    names = part_names(path.name)
+    if not names:
         return [path]
-    count, number = int(match["count"]), int(match["number"])
-    if not (1 <= number <= count <= _MAX_PARTS):
-        raise GGUFError(
-            f"{path}: is named part {number} of {count}; needed: part 1 to {count} of at most {_MAX_PARTS}."
-        )
-    paths = [path.with_name(f"{match['name']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+    count = len(names)
+    paths = [path.with_name(name) for name in names]
     missing = [part.name for part in paths if not part.exists()]
     if path.exists() and missing:
         raise GGUFError(

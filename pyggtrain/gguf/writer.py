@@ -4,6 +4,7 @@ Layout and rules: csrc/gguf_file.h. A file is written under a temporary name in 
 renamed, so that a reader never meets half of one.
 """
 
+import math
 import os
 import struct
 import tempfile
@@ -43,6 +44,8 @@ _TYPES = {
     "i64": (11, "<q"),
     "f64": (12, "<d"),
 }
+# Tensor types that hold indices, not weights: (ggml's number, bytes of one).
+_INTEGER_TYPES = {"I8": (24, 1), "I16": (25, 2), "I32": (26, 4), "I64": (27, 8), "F64": (28, 8)}
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ def row_bytes(type: str, columns: int) -> int:
     Raises:
         GGUFError: an unknown type, or columns that are no multiple of its block size.
     """
+    if type in _INTEGER_TYPES:
+        return columns * _INTEGER_TYPES[type][1]
     traits = _bridge.quant_types().get(type)
     if traits is None:
         raise GGUFError(f"Type '{type}' is unknown; needed: one of {', '.join(_bridge.quant_types())}.")
@@ -120,6 +125,7 @@ def write_gguf(
     Args:
         metadata: plain Python values take the usual GGUF type (bool, int -> u32 or the first of i32, u64, i64 that
             holds it, float -> f32, str, lists of these); `TypedValue` gives it explicitly.
+            ``general.alignment`` sets where tensors start: at multiples of 32 bytes without it.
         tensors: in the order in which they shall stand.
 
     Raises:
@@ -128,13 +134,14 @@ def write_gguf(
     """
     path = Path(path)
     listed = list(tensors)
-    header = _header(metadata, listed)
+    alignment = _alignment(metadata)
+    header = _header(metadata, listed, alignment)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(header)
             for tensor in listed:
-                _write_blocks(file, tensor)
+                _write_blocks(file, tensor, alignment)
             file.flush()
             os.fsync(file.fileno())
         # mkstemp makes files for the owner alone; a new file follows the umask as any other would.
@@ -152,10 +159,24 @@ def _umask() -> int:
     return mask
 
 
-def _header(metadata: "Mapping[str, MetadataValue | TypedValue]", tensors: Sequence[WritableTensor]) -> bytes:
-    alignment = metadata.get("general.alignment", _ALIGNMENT)
-    if (alignment.value if isinstance(alignment, TypedValue) else alignment) != _ALIGNMENT:
-        raise GGUFError(f"general.alignment is {alignment}; needed: {_ALIGNMENT}, the only one that this writer makes.")
+def _alignment(metadata: "Mapping[str, MetadataValue | TypedValue]") -> int:
+    """What tensors are aligned to.
+
+    Raises:
+        GGUFError: ``general.alignment`` is no u32 that is a power of two from 32 on: llama.cpp aborts on others.
+    """
+    found = metadata.get("general.alignment", _ALIGNMENT)
+    value, type = (found.value, found.type) if isinstance(found, TypedValue) else (found, "u32")
+    if type != "u32" or not isinstance(value, int) or value < _ALIGNMENT or value & (value - 1):
+        raise GGUFError(
+            f"general.alignment is {value!r} of type {type}; needed: a u32 that is a power of two, 32 or more."
+        )
+    return value
+
+
+def _header(
+    metadata: "Mapping[str, MetadataValue | TypedValue]", tensors: Sequence[WritableTensor], alignment: int
+) -> bytes:
     repeated = [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]
     if repeated:
         raise GGUFError(f"Tensors to be written share the names {', '.join(repeated)}; needed: each name once.")
@@ -166,20 +187,22 @@ def _header(metadata: "Mapping[str, MetadataValue | TypedValue]", tensors: Seque
     offset = 0
     for tensor in tensors:
         sizes = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
-        parts += [_string(tensor.name), sizes, struct.pack("<IQ", _bridge.quant_types()[tensor.type].id, offset)]
-        offset += _padded(_num_bytes(tensor))
+        parts += [_string(tensor.name), sizes, struct.pack("<IQ", _type_id(tensor), offset)]
+        offset += _padded(_num_bytes(tensor), alignment)
     header = b"".join(parts)
-    return header.ljust(_padded(len(header)), b"\0")
+    return header.ljust(_padded(len(header), alignment), b"\0")
 
 
 def _num_bytes(tensor: WritableTensor) -> int:
-    rows = 1
-    for size in tensor.shape[:-1]:
-        rows *= size
-    return rows * row_bytes(tensor.type, tensor.shape[-1])
+    return math.prod(tensor.shape[:-1]) * row_bytes(tensor.type, tensor.shape[-1])
 
 
-def _write_blocks(file: BinaryIO, tensor: WritableTensor) -> None:
+def _type_id(tensor: WritableTensor) -> int:
+    type = tensor.type
+    return _INTEGER_TYPES[type][0] if type in _INTEGER_TYPES else _bridge.quant_types()[type].id
+
+
+def _write_blocks(file: BinaryIO, tensor: WritableTensor, alignment: int) -> None:
     blocks = tensor.produce() if isinstance(tensor, DeferredTensor) else tensor.blocks
     num_bytes = _num_bytes(tensor)
     if blocks.numel() != num_bytes:
@@ -188,11 +211,11 @@ def _write_blocks(file: BinaryIO, tensor: WritableTensor) -> None:
             f"{list(tensor.shape)}."
         )
     file.write(blocks.detach().cpu().contiguous().reshape(-1).numpy().data)
-    file.write(b"\0" * (_padded(num_bytes) - num_bytes))
+    file.write(b"\0" * (_padded(num_bytes, alignment) - num_bytes))
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def _padded(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
 
 
 def _string(text: str) -> bytes:

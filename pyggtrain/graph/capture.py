@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,18 +93,20 @@ class Captures:
     graphs: tuple[Capture, ...]
 
 
-def capture(path: Path, *, num_ctx: int | None = None) -> Captures:
+def capture(path: Path, *, num_ctx: int | None = None, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Captures:
     """llama.cpp's graphs of a GGUF file.
 
     Args:
         path: the file (of a split model: the first one).
         num_ctx: context that will be served with; longrope files choose their factors by it. None: the file's
             `context_length`.
+        lengths: (tokens, output rows) of each graph.
 
     Raises:
         BridgeError: llama.cpp refused the file, or aborted while it built a graph; with its message.
     """
-    arguments = json.dumps([str(path.resolve()), num_ctx, LENGTHS])
+    # Not resolved: the parts of a split model are found by name, and a link's target may have another one.
+    arguments = json.dumps([str(path.absolute()), num_ctx, lengths])
     # A neutral folder to work in: `-m` looks there first, and a source folder without the compiled bridge would shadow
     # the package.
     environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}

@@ -123,9 +123,12 @@ def take_out_adapter(graph: Graph) -> tuple[Graph, Reach]:
                 )
             else:
                 scaled[_first(node)] = product
+    types = {node.name: node.type for node in graph.nodes if node.role == "weight"}
     missed = {}
     for name, count in num_products.items():
-        if not num_pairs[name]:
+        if not num_pairs[name] and types[name] == "nvfp4" and f"{name.removesuffix('.weight')}.scale" in types:
+            missed[name] = "is an NVFP4 weight with a scale of its own, and llama.cpp aborts when an adapter changes it"
+        elif not num_pairs[name]:
             missed[name] = "is multiplied outside of llama.cpp's LoRA path: an adapter would have no effect in serving"
         elif num_pairs[name] != count:
             missed[name] = "enters several products, and llama.cpp applies an adapter to only some of them"

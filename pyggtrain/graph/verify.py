@@ -60,7 +60,12 @@ def verify(file: GGUFFile, model: ImportedModel) -> Verification:
     is_quantised = any(tensor.type not in _UNQUANTISED for tensor in file.tensors.values())
     bound = BOUND_QUANTISED if is_quantised else BOUND_F32
     session = _bridge.Session(
-        str(file.path), num_ctx=_CONTEXT, num_ubatch=_CONTEXT, num_threads=torch.get_num_threads(), kv_type="F32"
+        str(file.path),
+        num_ctx=_CONTEXT,
+        num_ubatch=_CONTEXT,
+        num_threads=torch.get_num_threads(),
+        kv_type="F32",
+        use_mmap=file.is_mapped,
     )
     try:
         stride = max(1, session.num_tokens // NUM_TOKENS)

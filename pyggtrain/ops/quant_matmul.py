@@ -27,6 +27,8 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 # Below this many rows decoding W costs more than the product, and ggml's kernels decode in registers.
 FEW_ROWS = 32
+# Decoding Q1_0 is slow: ggml is 6 times faster at 32 rows and still twice at 128 (docs/gguf.md).
+FEW_ROWS_OF = {"Q1_0": 256}
 
 # Types with a tiled kernel in ggml (ggml-cpu/tiled): at 512 rows 1.1-1.7 times faster than decoding + torch with AVX2,
 # 2.5 times with AVX-512. The other block types are level or slower there (Q4_1 and Q5_1 by half), so they take the
@@ -48,7 +50,7 @@ def chosen_compute(compute: str, type: str, num_rows: int, dtype: torch.dtype) -
         return compute
     if type in FLOAT_TYPES or type in SCALAR_TYPES or dtype != torch.float32:
         return "exact"
-    return "ggml" if num_rows < FEW_ROWS or type in TILED_TYPES else "exact"
+    return "ggml" if num_rows < FEW_ROWS_OF.get(type, FEW_ROWS) or type in TILED_TYPES else "exact"
 
 
 def check(x: torch.Tensor, num_columns: int, compute: str) -> None:

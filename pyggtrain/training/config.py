@@ -29,7 +29,7 @@ class TrainConfig:
     """All settings of one training run. Constructing it checks them; every mistake is reported in one `ConfigError`."""
 
     model: str
-    """GGUF file to train on (the first file, if it is split). It is only read, never changed."""
+    """GGUF file to train on (any part of a split one), or hf://owner/repo/file.gguf. It is only read, never changed."""
     data: tuple[str, ...]
     """Training data: one or more files (JSONL, JSON; chat messages, sharegpt, alpaca, prompt + completion, or text)."""
     output: str

@@ -4,7 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,9 @@ from pyggtrain.adapters.lora import LoraAdapter, LoraConfig, attach
 from pyggtrain.data.preview import preview
 from pyggtrain.errors import ConfigError, UnsupportedError
 from pyggtrain.gguf import GGUFFile, Tokenizer
+from pyggtrain.gguf.finite import check_finite
+from pyggtrain.gguf.hub import local_path
+from pyggtrain.gguf.tokenizer import check_vocabulary
 from pyggtrain.nn import Model, activation_dtype
 from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
@@ -127,6 +130,7 @@ class Preparation:
             device=self.device,
             progress=Together([progress, *make_trackers(config, self.files)]),
             processes=self.processes,
+            check_base=self.base.check_unchanged,
         )
 
     def _memory_text(self) -> str:
@@ -152,6 +156,7 @@ def prepare(config: TrainConfig) -> Preparation:
     check_optimizer(config)
     check_trackers(config)
     processes = join_processes(config.ddp_timeout)
+    config = replace(config, model=str(local_path(config.model)))
     files = OutputFiles(Path(config.output))
     check_output(files, Path(config.model), overwrite=config.overwrite, resume=config.resume)
     torch.set_num_threads(config.num_threads or max(1, num_usable_cores() // processes.local_count))
@@ -161,6 +166,8 @@ def prepare(config: TrainConfig) -> Preparation:
     )
     base = GGUFFile.open(config.model)
     device = processes.device(choose_device(config.device))
+    check_vocabulary(base.path)
+    check_finite(base, num_threads=torch.get_num_threads())
     tokenizer = Tokenizer.from_gguf(config.model)
     max_length = _max_length(config, base)
     data = load_data(config, tokenizer, max_length=max_length, started=datetime.fromisoformat(started))

@@ -74,6 +74,7 @@ class Trainer:
         device: of the parameters.
         progress: told about each step.
         processes: that share the micro-batches of each step; the first one writes and tells.
+        check_base: raises if the base file has changed; asked before each step and before its state is kept.
 
     Raises:
         ConfigError: the rows or the held-out rows do not fit the settings.
@@ -96,7 +97,9 @@ class Trainer:
         device: torch.device,
         progress: Progress,
         processes: Processes | None = None,
+        check_base: Callable[[], None] = lambda: None,
     ) -> None:
+        self.check_base = check_base
         objective.check([*rows[:1], *held_out[:1]])
         self.objective, self.parameters, self.held_out = objective, dict(parameters), held_out
         self.config, self.files, self.device = config, files, device
@@ -159,6 +162,7 @@ class Trainer:
 
     def _step(self, done: int, stop_requested: Callable[[], bool], log: StepLog) -> int:
         """Take one optimiser step and tell about it; return the number of finished steps."""
+        self.check_base()
         started = time.perf_counter()
         step = self.batches.of_step(done)
         rate = learning_rate(done, self.config, self.num_steps)
@@ -216,6 +220,7 @@ class Trainer:
         return [total / max(1, self.batches.num_held_out_units) for total in sums]
 
     def _save(self, done: int) -> None:
+        self.check_base()
         if self.processes.count > 1:
             # Replicas that have drifted apart would train something that no checkpoint holds.
             self.processes.check_same({f"weights after step {done}": fingerprint(self.parameters)})

@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from pyggtrain import _bridge
 from pyggtrain.errors import AdapterError
+from pyggtrain.gguf import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class BridgeRuntime:
             num_threads=settings.num_threads,
             kv_type=settings.kv_type,
             flash_attention=settings.flash_attention,
+            use_mmap=GGUFFile.open(path).is_mapped,
         )
 
     @property

@@ -9,7 +9,7 @@ import torch
 from pyggtrain import _bridge, adapters, models
 from pyggtrain.adapters import LoraConfig
 from pyggtrain.errors import AdapterError, GGUFError
-from pyggtrain.gguf import GGUFFile, TypedValue, quantize_tensor, typed_metadata, write_gguf
+from pyggtrain.gguf import GGUFFile, QuantTensor, TypedValue, quantize_tensor, typed_metadata, write_gguf
 from pyggtrain.nn import Batch
 
 TOKENS = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -203,6 +203,30 @@ def test_wrong_metadata_is_named(tmp_path, metadata, named):
 def test_tensors_that_are_no_pairs_are_named(tmp_path, tensors, named):
     with pytest.raises(AdapterError, match=named):
         adapters.load(write_adapter(tmp_path / "adapter.gguf", tensors))
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "I32"])
+def test_halves_of_other_types_are_refused(tmp_path, type):
+    shape = (2, 64)
+    blocks = torch.zeros(2, 36 if type == "Q4_0" else 256, dtype=torch.uint8)
+    half = QuantTensor("blk.0.attn_q.weight.lora_a", type, shape, blocks)
+    keys = {"general.type": "adapter", "general.architecture": "llama", "adapter.type": "lora"}
+    other = quantize_tensor("blk.0.attn_q.weight.lora_b", torch.ones(64, 2), "F32")
+    write_gguf(tmp_path / "adapter.gguf", keys, [half, other])
+    with pytest.raises(AdapterError, match=f"lora_a in .* is {type}: needed F32, F16, BF16, Q8_0"):
+        adapters.load(tmp_path / "adapter.gguf")
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_halves_that_are_not_finite_are_refused(tmp_path, value):
+    tensors = pair("blk.0.attn_q.weight")
+    tensors["blk.0.attn_q.weight.lora_b"] = torch.full((64, 4), value)
+    blocks = {name: values.view(torch.uint8) for name, values in tensors.items()}
+    keys = {"general.type": "adapter", "general.architecture": "llama", "adapter.type": "lora"}
+    halves = [QuantTensor(name, "F32", tuple(tensors[name].shape), blocks[name]) for name in tensors]
+    write_gguf(tmp_path / "adapter.gguf", keys, halves)
+    with pytest.raises(AdapterError, match="lora_b in .* holds NaN or infinity"):
+        adapters.load(tmp_path / "adapter.gguf")
 
 
 def test_a_file_without_alpha_has_factor_one_as_in_llama_cpp(tmp_path):

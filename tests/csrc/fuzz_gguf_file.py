@@ -1,11 +1,12 @@
 """Fuzz the GGUF parser with libFuzzer, AddressSanitizer and UBSan.
 
-    python tests/csrc/fuzz_gguf_file.py [--minutes 30] [--jobs 1]
+    python tests/csrc/fuzz_gguf_file.py [--minutes 30] [--jobs 1] [--keep]
 
 Needs clang with its runtime (Debian: clang libclang-rt-14-dev) and one build of the project, whose llama.cpp
-libraries it links. Starts from tests/csrc/fuzz_seeds and from small files written here. A finding is left beside the
-corpus and ends the run with libFuzzer's exit code; copy it to tests/csrc/fuzz_seeds, where the normal tests replay
-it, and mend the parser.
+libraries it links. Starts from the files in tests/csrc/fuzz_seeds/corpus.zip and from small ones written here. A
+finding is left in tests/csrc/fuzz_seeds and ends the run with libFuzzer's exit code; the normal tests replay it there
+(tests/csrc/test_fuzzed.py) until the parser is mended and for ever after. `--keep` puts what the run found worth
+keeping, made small, into corpus.zip.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from pyggtrain.gguf import TypedValue, quantize_tensor, write_gguf
 
 ROOT = Path(__file__).parents[2]
 SEEDS = Path(__file__).parent / "fuzz_seeds"
+CORPUS = SEEDS / "corpus.zip"
 # 64 MiB over twice the largest input (1 MiB) covers the sanitizers' own need many times over.
 RSS_LIMIT_MIB = 512
 
@@ -47,15 +50,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="keep the corpus for the next run and the tests")
     arguments = parser.parse_args()
     source, build = llama_cpp()
     with tempfile.TemporaryDirectory() as folder:
         binary, corpus = Path(folder) / "fuzz", Path(folder) / "corpus"
         corpus.mkdir()
         write_seeds(corpus)
+        if CORPUS.exists():
+            with zipfile.ZipFile(CORPUS) as archive:
+                archive.extractall(corpus)
         includes = [f"-I{ROOT / 'csrc'}", f"-I{source / 'ggml' / 'include'}", f"-I{source / 'ggml' / 'src'}"]
         (library,) = build.rglob("libggml-base.a")
-        files = [Path(__file__).with_suffix(".cpp"), ROOT / "csrc" / "gguf_file.cpp"]
+        files = [Path(__file__).with_suffix(".cpp"), ROOT / "csrc" / "gguf_file.cpp", ROOT / "csrc" / "bus_error.cpp"]
         flags = ["-std=c++17", "-g", "-O1", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=undefined"]
         command = ["clang++", *flags, *includes, *files, library, "-fopenmp=libgomp", "-o", binary]
         subprocess.run([str(part) for part in command], check=True)
@@ -68,7 +75,20 @@ def main() -> None:
             "-print_final_stats=1",
         ]
         jobs = [f"-fork={arguments.jobs}"] if arguments.jobs > 1 else []
-        sys.exit(subprocess.call([str(binary), *options, *jobs, str(corpus), str(SEEDS)]))
+        code = subprocess.call([str(binary), *options, *jobs, str(corpus)])
+        if arguments.keep and code == 0:
+            keep(binary, corpus, Path(folder) / "small")
+        sys.exit(code)
+
+
+def keep(binary: Path, corpus: Path, small: Path) -> None:
+    """Put the fewest files that reach all that the corpus reaches into the archive."""
+    small.mkdir()
+    subprocess.run([str(binary), "-merge=1", str(small), str(corpus)], check=True)
+    with zipfile.ZipFile(CORPUS, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(small.iterdir()):
+            # A fixed time, so that equal files make an equal archive.
+            archive.writestr(zipfile.ZipInfo(path.name, (2026, 1, 1, 0, 0, 0)), path.read_bytes())
 
 
 if __name__ == "__main__":

@@ -108,8 +108,9 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "2^63 keys": (header(0, 1 << 63), "more than its size has room for"),
     "2^63 tensors": (header(1 << 63, 0), "more than its size has room for"),
     "key longer than the file": (header(0, 1, struct.pack("<Q", BIG) + b"x" * 32), "the file ends after"),
-    "empty key": (header(0, 1, string(b"") + struct.pack("<II", 4, 1)), "empty or holds a NUL"),
-    "NUL in key": (header(0, 1, string(b"a\0b") + struct.pack("<II", 4, 1)), "empty or holds a NUL"),
+    "empty key": (header(0, 1, string(b"") + struct.pack("<II", 4, 1)), "empty, holds a NUL"),
+    "key that is no text": (header(0, 1, string(b"a\xff") + struct.pack("<II", 4, 1)), "is not UTF-8"),
+    "NUL in key": (header(0, 1, string(b"a\0b") + struct.pack("<II", 4, 1)), "empty, holds a NUL"),
     "key twice": (header(0, 2, (KEY + struct.pack("<II", 4, 1)) * 2), "stands twice"),
     "unknown value type": (header(0, 1, KEY + struct.pack("<II", 77, 1)), "value type 77"),
     "array in an array": (header(0, 1, KEY + struct.pack("<IIQ", 9, 9, 1) + b"\0" * 32), "not allowed"),
@@ -119,6 +120,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "boolean 2": (header(0, 1, KEY + struct.pack("<IB", 7, 2)), "neither 0 nor 1"),
     "alignment 0": (header(0, 1, string(b"general.alignment") + struct.pack("<II", 4, 0)), "power of two"),
     "alignment 24": (header(0, 1, string(b"general.alignment") + struct.pack("<II", 4, 24)), "power of two"),
+    "alignment 16": (header(0, 1, string(b"general.alignment") + struct.pack("<II", 4, 16)), "32 or more"),
     "alignment of another type": (
         header(0, 1, string(b"general.alignment") + struct.pack("<IQ", 10, 32)),
         "needed: u32",
@@ -129,6 +131,17 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
         header(1, 0, table_entry(b"t", [1], num_dims=0xFFFFFFFF) + b"\0" * 64),
         "4294967295 dimensions",
     ),
+    "a dimension of 2^63": (header(1, 0, table_entry(b"t", [1 << 63]) + b"\0" * 64), "2\\^63|cut off"),
+    "sizes of 2^64 - 1": (header(1, 0, table_entry(b"t", [(1 << 64) - 1] * 4) + b"\0" * 64), "2\\^63"),
+    "alignment 2^31": (
+        header(
+            1,
+            1,
+            string(b"general.alignment") + struct.pack("<II", 4, 1 << 31) + table_entry(b"t", [8]) + b"\0" * 64,
+        ),
+        "cut off",
+    ),
+    "integers that are no weights": (header(1, 0, table_entry(b"t", [8], type_id=15) + b"\0" * 64), "multiple of 256"),
     "size 0": (header(1, 0, table_entry(b"t", [32, 0]) + b"\0" * 64), "size 0"),
     "product wraps to 0": (header(1, 0, table_entry(b"t", [1 << 32, 1 << 32]) + b"\0" * 64), "more than 2\\^63"),
     "product wraps to little": (
@@ -137,10 +150,25 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     ),
     "bytes wrap": (header(1, 0, table_entry(b"t", [1 << 31, 1 << 31]) + b"\0" * 64), "2\\^63|cut off"),
     "rows not a multiple": (header(1, 0, table_entry(b"t", [33], type_id=2) + b"\0" * 64), "multiple of 32"),
-    "unknown type": (header(1, 0, table_entry(b"t", [32], type_id=999) + b"\0" * 64), "type number 999"),
-    "removed type": (header(1, 0, table_entry(b"t", [32], type_id=4) + b"\0" * 64), "type number 4"),
+    "unknown types": (
+        header(
+            3,
+            0,
+            table_entry(b"t", [32], type_id=999)
+            + table_entry(b"u", [32], type_id=0)
+            + table_entry(b"v", [32], type_id=77)
+            + b"\0" * 64,
+        ),
+        r"2 tensors have ggml type numbers .* does not know: 't' \(999\), 'v' \(77\)\. Take",
+    ),
+    "many unknown types": (
+        header(12, 0, b"".join(table_entry(b"%d" % i, [32], type_id=999) for i in range(12)) + b"\0" * 64),
+        r"12 tensors .*'9' \(999\), \.\.\.",
+    ),
+    "removed type": (header(1, 0, table_entry(b"t", [32], type_id=4) + b"\0" * 64), r"'t' \(4\)"),
     "name too long": (header(1, 0, table_entry(b"t" * 64, [8]) + b"\0" * 64), "longer than 63"),
     "NUL in name": (header(1, 0, table_entry(b"t\0t", [8]) + b"\0" * 64), "NUL"),
+    "name that is no text": (header(1, 0, table_entry(b"t\xed\xa0\x80", [8]) + b"\0" * 64), "is not UTF-8"),
     "name twice": (header(2, 0, table_entry(b"t", [8]) * 2 + b"\0" * 128), "stands twice"),
     "offset beyond the end": (header(1, 0, table_entry(b"t", [8], offset=1 << 40) + b"\0" * 64), "has offset"),
     "offset near 2^64": (header(1, 0, table_entry(b"t", [8], offset=(1 << 64) - 32) + b"\0" * 64), "has offset"),

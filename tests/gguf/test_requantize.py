@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyggtrain import _bridge
+from pyggtrain import _bridge, models
 from pyggtrain.errors import ConfigError, GGUFError
-from pyggtrain.gguf import GGUFFile, Tokenizer, quantize_tensor, write_gguf
+from pyggtrain.gguf import GGUFFile, QuantTensor, Tokenizer, TypedValue, quantize_tensor, typed_metadata, write_gguf
 from pyggtrain.gguf.requantize import plan, read_imatrix, requantize
+from pyggtrain.nn import Batch
 
 TOKENS = [1, 5, 9, 2]
 
@@ -52,7 +53,7 @@ def test_patterns_choose_other_types_and_the_last_one_wins(tiny_llama_path: Path
 
 
 def test_a_real_file_stays_close_to_itself_at_q8_0(smollm2: GGUFFile, tmp_path: Path) -> None:
-    requantize(smollm2, tmp_path / "m.gguf", "Q8_0")
+    requantize(smollm2, tmp_path / "m.gguf", "Q8_0", is_requantize_allowed=True)
     tokens = Tokenizer(smollm2.path).encode("The sea was calm that morning, and the fishermen went out before sunrise.")
     base, copy = logits(smollm2.path, tokens), logits(tmp_path / "m.gguf", tokens)
     difference = torch.nn.functional.kl_div(
@@ -69,7 +70,9 @@ def test_what_cannot_be_done_is_refused(tiny_llama_path: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match="matches no tensor"):
         plan(file, "Q4_0", {"*nothing*": "F16"})
     with pytest.raises(ConfigError, match="never overwritten"):
-        requantize(file, tiny_llama_path, "Q4_0")
+        requantize(file, tiny_llama_path, "Q4_0", overwrite=True)
+    with pytest.raises(ConfigError, match=r"Q4_K_M are unknown.*a mix of types.*the one type Q4_K"):
+        plan(file, "Q4_K_M")
     wide = tmp_path / "wide.gguf"
     write_gguf(wide, {"general.architecture": "llama"}, [quantize_tensor("a.weight", torch.randn(2, 256), "F32")])
     with pytest.raises(ConfigError, match="importance matrix"):
@@ -77,6 +80,70 @@ def test_what_cannot_be_done_is_refused(tiny_llama_path: Path, tmp_path: Path) -
     assert not (tmp_path / "out.gguf").exists()
     with pytest.raises(GGUFError, match="in_sum2"):
         read_imatrix(wide)
+
+
+def test_weights_that_are_quantised_already_are_quantised_again_only_on_request(
+    tiny_llama_path: Path, tmp_path: Path
+) -> None:
+    requantize(GGUFFile(tiny_llama_path), tmp_path / "q8.gguf", "Q8_0")
+    file = GGUFFile(tmp_path / "q8.gguf")
+    with pytest.raises(ConfigError, match=r"15 weights .* are quantised already \(first: token_embd.weight, Q8_0\)"):
+        requantize(file, tmp_path / "q4.gguf", "Q4_0")
+    # Decoding loses nothing, and what stays as it is is not touched.
+    requantize(file, tmp_path / "f32.gguf", "F32")
+    requantize(file, tmp_path / "same.gguf", "Q8_0")
+    assert torch.equal(logits(tmp_path / "same.gguf"), logits(tmp_path / "q8.gguf"))
+    requantize(file, tmp_path / "q4.gguf", "Q4_0", is_requantize_allowed=True)
+    with pytest.raises(ConfigError, match="exists already"):
+        requantize(file, tmp_path / "q4.gguf", "Q4_0", is_requantize_allowed=True)
+
+
+def test_file_type_says_what_most_weights_became(tiny_llama_path: Path, tmp_path: Path) -> None:
+    # Rows of 64 and 96 fall back from Q4_K to Q5_0, whose number is 8.
+    requantize(GGUFFile(tiny_llama_path), tmp_path / "m.gguf", "Q4_K")
+    metadata = GGUFFile(tmp_path / "m.gguf").metadata
+    assert metadata["general.file_type"] == 8 and metadata["general.quantization_version"] == 2
+
+
+def test_a_file_type_that_lies_decides_nothing(tiny_llama_path: Path, tmp_path: Path) -> None:
+    requantize(GGUFFile(tiny_llama_path), tmp_path / "m.gguf", "Q8_0")
+    model = GGUFFile(tmp_path / "m.gguf")
+    lying = {**typed_metadata(model), "general.file_type": TypedValue("u32", 15), "general.name": "model Q2_K"}
+    write_gguf(tmp_path / "model-Q4_K_M.gguf", lying, model.tensors.values())
+    liar = GGUFFile(tmp_path / "model-Q4_K_M.gguf")
+    assert {info.type for info in liar.tensor_infos.values()} == {"F32", "Q8_0"}
+    batch = Batch.from_documents([(TOKENS, TOKENS)])
+    assert torch.equal(models.load(liar).logits(batch), models.load(model).logits(batch))
+
+
+def test_indices_alignment_and_all_parts_are_kept(tmp_path: Path) -> None:
+    table = torch.arange(8, dtype=torch.int32)
+    source = [
+        quantize_tensor("a.weight", torch.randn(3, 2, 96), "F32"),
+        QuantTensor("blk.0.ffn_gate_tid2eid.weight", "I32", (2, 4), table.view(torch.uint8).reshape(2, -1)),
+        quantize_tensor("blk.0.ffn_gate_inp.weight", torch.randn(4, 96), "F32"),
+        quantize_tensor("blk.0.attn_q_norm.weight", torch.randn(4, 96), "F32"),
+    ]
+    for number, tensors in enumerate((source[:1], source[1:])):
+        keys = {"split.no": number, "split.count": 2, "split.tensors.count": 4, "general.alignment": 64}
+        write_gguf(tmp_path / f"m-0000{number + 1}-of-00002.gguf", keys, tensors)
+    requantize(
+        GGUFFile(tmp_path / "m-00002-of-00002.gguf"), tmp_path / "out.gguf", "Q8_0", tensor_types={"*tid2eid*": "Q4_0"}
+    )
+    file = GGUFFile(tmp_path / "out.gguf")
+    assert [info.type for info in file.tensor_infos.values()] == ["Q8_0", "I32", "F32", "F32"]
+    assert torch.equal(file.tensors["blk.0.ffn_gate_tid2eid.weight"].blocks.flatten().view(torch.int32), table)
+    assert all(info.offset % 64 == 0 for info in file.tensor_infos.values())
+    assert file.metadata["general.alignment"] == 64 and "split.count" not in file.metadata
+
+
+def test_large_tensors_are_made_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(2, 50, 64, generator=torch.Generator().manual_seed(0))
+    write_gguf(tmp_path / "s.gguf", {}, [quantize_tensor("a.weight", values, "F32")])
+    monkeypatch.setattr("pyggtrain.gguf.requantize._CHUNK_VALUES", 7 * 64)
+    requantize(GGUFFile(tmp_path / "s.gguf"), tmp_path / "o.gguf", "Q5_1")
+    whole = quantize_tensor("a.weight", values, "Q5_1")
+    assert torch.equal(GGUFFile(tmp_path / "o.gguf").tensors["a.weight"].blocks, whole.blocks)
 
 
 def test_an_importance_matrix_is_used(tmp_path: Path) -> None:

@@ -102,3 +102,37 @@ def test_split_keys_of_another_type_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", {"split.count": "three"}, [])
     with pytest.raises(GGUFError, match=r"split\.count.*needed: an integer"):
         GGUFFile(tmp_path / "m.gguf")
+
+
+def test_parts_that_are_one_file_over_again_are_refused(parts: list[Path]) -> None:
+    parts[1].unlink()
+    parts[1].symlink_to(parts[0].name)
+    with pytest.raises(GGUFError, match="says it is part 1 of 3; needed: part 2"):
+        GGUFFile(parts[2])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("split.count", TypedValue("u64", 1 << 63), "is part 1 of 9223372036854775808 of a split model"),
+        ("split.count", TypedValue("u16", 65535), "is part 1 of 65535"),
+        ("split.count", True, "needed: an integer"),
+        ("split.no", TypedValue("arr[u16]", [0]), "needed: an integer"),
+    ],
+)
+def test_hostile_counts_look_for_no_files(key: str, value: TypedValue | bool, said: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", {key: value}, [])
+    with pytest.raises(GGUFError, match=said):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("split.no", -1), ("split.no", 1 << 40), ("split.count", -3), ("split.count", 0), ("split.tensors.count", -1)],
+)
+def test_hostile_numbers_in_a_part_are_refused(key: str, value: int, parts: list[Path]) -> None:
+    file = _bridge.MappedGGUF(str(parts[0]))
+    keys = {name: TypedValue(file.value_type(name), file.value(name)) for name in file.keys()}  # noqa: SIM118
+    write_gguf(parts[0], {**keys, key: TypedValue("i64", value)}, [])
+    with pytest.raises(GGUFError, match="needed: part 1 of 3|hold .* tensors"):
+        GGUFFile(parts[1])

@@ -73,6 +73,24 @@ def test_every_type_and_shape_is_read_back_by_the_gguf_package(tmp_path: Path) -
         assert theirs[tensor.name].data.tobytes() == tensor.blocks.numpy().tobytes()
 
 
+@pytest.mark.parametrize("alignment", [32, 64, 4096])
+def test_other_alignments_are_read_everywhere(alignment: int, tiny_llama_path: Path, tmp_path: Path) -> None:
+    model = GGUFFile(tiny_llama_path)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {**typed_metadata(model), "general.alignment": alignment}, model.tensors.values())
+    file = GGUFFile(path)
+    assert all(info.offset % alignment == 0 for info in file.tensor_infos.values())
+    for name, tensor in model.tensors.items():
+        assert torch.equal(file.tensors[name].blocks, tensor.blocks)
+    assert [tensor.data.tobytes() for tensor in gguf.GGUFReader(path).tensors] == [
+        tensor.blocks.numpy().tobytes() for tensor in model.tensors.values()
+    ]
+    tokens = [1, 5, 9]
+    sessions = [_bridge.Session(str(p), num_ctx=8, num_ubatch=8, num_threads=1) for p in (tiny_llama_path, path)]
+    first, second = (torch.from_dlpack(session.logits(tokens)) for session in sessions)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("failure", ["produce", "rename"])
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +121,8 @@ def test_what_gguf_cannot_hold_is_refused(tmp_path: Path) -> None:
         "at most 64 bits": ({"k": 1 << 64}, []),
         "needed: one of": ({"k": TypedValue("u128", 1)}, []),
         "cannot be stored as u8": ({"k": TypedValue("u8", 256)}, []),
-        "needed: 32": ({"general.alignment": 64}, []),
+        "power of two": ({"general.alignment": 48}, []),
+        "of type u64": ({"general.alignment": TypedValue("u64", 32)}, []),
         "bytes of blocks": ({}, [DeferredTensor("b", "F32", (4,), lambda: torch.zeros(3, dtype=torch.uint8))]),
     }
     for message, (metadata, tensors) in cases.items():

@@ -17,7 +17,7 @@ import torch
 from pyggtrain import models
 from pyggtrain.adapters.lora import LoraConfig, attach
 from pyggtrain.data.encode import Example
-from pyggtrain.errors import ConfigError
+from pyggtrain.errors import ConfigError, GGUFError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import load_checkpoint
@@ -514,3 +514,22 @@ def test_fresh_processes_agree_bit_for_bit_and_the_seed_decides(tiny_llama_path,
     )
     assert start_1 == start_2 and end_1 == end_2 and start_1 != end_1
     assert start_1 != start_3 and end_1 != end_3
+
+
+def test_a_base_that_changes_stops_the_run_and_spoils_no_checkpoint(tiny_llama_path, tmp_path):
+    base = tmp_path / "base.gguf"
+    base.write_bytes(tiny_llama_path.read_bytes())
+    file = GGUFFile.open(base)
+
+    class Listener(Progress):
+        def step(self, metrics):
+            if metrics.step == 3:
+                with base.open("ab") as more:
+                    more.write(b"x")
+
+    trainer = make_trainer(base, tmp_path, save_steps=1, progress=Listener())
+    trainer.check_base = file.check_unchanged
+    with pytest.raises(GGUFError, match="Something writes to it while it is in use"):
+        trainer.run()
+    # The third step may have read what was written.
+    assert load_checkpoint(trainer.files.checkpoint).step == 2

@@ -1,0 +1,16 @@
+"""Which weights of a file llama.cpp changes by an adapter, without a model: needs neither torch nor weights."""
+
+from pathlib import Path
+
+from pyggtrain.graph.capture import LENGTHS, capture
+from pyggtrain.graph.ir import fit
+from pyggtrain.graph.rewrite import Reach, take_out_adapter
+
+
+def adapter_reach(path: Path) -> Reach:
+    """What an adapter on every tensor reaches in llama.cpp's own graph of a file.
+
+    Raises:
+        BridgeError: llama.cpp cannot build the graph, with its reason.
+    """
+    return take_out_adapter(fit(capture(path, lengths=LENGTHS[:1])))[1]

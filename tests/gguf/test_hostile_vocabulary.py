@@ -1,0 +1,78 @@
+"""Metadata that llama.cpp aborts on is an error here: it is tried in a child process first."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyggtrain.errors import BridgeError, GGUFError
+from pyggtrain.gguf import GGUFFile, Tokenizer, TypedValue, typed_metadata, write_gguf
+from pyggtrain.gguf.tokenizer import check_vocabulary
+
+TOKENS = ["a", "b", "ab", "Ġ", "Ċ", "c", "d", "e"]
+VOCABULARY: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": TypedValue("arr[i32]", [1] * len(TOKENS)),
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.eos_token_id": 1,
+}
+
+
+def write(path: Path, tiny_llama_path: Path, **changes: Any) -> Path:
+    metadata = {**typed_metadata(GGUFFile(tiny_llama_path)), **VOCABULARY}
+    metadata |= {key.replace("__", "."): value for key, value in changes.items()}
+    write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, [])
+    return path
+
+
+def test_a_good_file_passes(tiny_llama_path: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "good é.gguf", tiny_llama_path)
+    check_vocabulary(path)
+    assert Tokenizer(path).encode("ab", add_special=False) == [2]
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "a token stands twice": ({"tokenizer__ggml__tokens": [*TOKENS[:-1], "a"]}, r"aborts \(signal 6\).*token_to_id"),
+    "tokens are numbers": ({"tokenizer__ggml__tokens": [1, 2]}, "gives up.*invalid gguf type"),
+    "fewer types than tokens": (
+        {"tokenizer__ggml__token_type": TypedValue("arr[i32]", [1])},
+        "gives up.*Index out of array bounds",
+    ),
+    "unknown tokenizer": ({"tokenizer__ggml__model": "abacus"}, "gives up.*unknown tokenizer"),
+    "a model name that is a number": ({"tokenizer__ggml__model": 7}, "gives up"),
+    "no merges": ({"tokenizer__ggml__merges": None}, "gives up.*merges"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_llama_cpp_aborts_on_or_refuses_is_an_error(case: str, tiny_llama_path: Path, tmp_path: Path) -> None:
+    changes, said = CASES[case]
+    path = write(tmp_path / "bad.gguf", tiny_llama_path, **changes)
+    with pytest.raises(GGUFError, match=said) as caught:
+        check_vocabulary(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("which", ["bos", "eos"])
+def test_a_token_that_shall_be_added_and_is_not_there_is_an_error(
+    which: str, tiny_llama_path: Path, tmp_path: Path
+) -> None:
+    # gpt2's default is token 11, which a vocabulary of eight does not have.
+    changes = {f"tokenizer__ggml__{which}_token_id": None, f"tokenizer__ggml__add_{which}_token": True}
+    path = write(tmp_path / "bad.gguf", tiny_llama_path, **changes)
+    check_vocabulary(path)
+    # In a child: without the check in csrc/tokenizer.cpp llama.cpp would end this process.
+    code = f"""
+from pyggtrain.gguf import Tokenizer
+tokenizer = Tokenizer({str(path)!r})
+assert tokenizer.encode("ab") == [2]
+tokenizer.encode("ab", add_special=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"{BridgeError.__name__}: tokenizer.ggml.add_{which}_token is true in a file without" in done.stderr
