@@ -110,10 +110,12 @@ def modelfile(base: Sequence[Path], files: OutputFiles, template: ChatTemplate |
 
 
 def _template_lines(template: ChatTemplate, bos_token: str) -> list[str]:
-    rendered = [_rendered(template, probe, bos_token) for probe in _PROBES]
+    rendered = [_rendered(template, probe) for probe in _PROBES]
     for family in _FAMILIES:
-        system = _own_system(family, rendered[0])
-        if rendered == _written(family, system):
+        system = _own_system(family, rendered[0], bos_token)
+        written = _written(family, system)
+        # A BOS that the template writes is the one that Ollama adds.
+        if rendered in (written, [bos_token + text for text in written]):
             lines = [f'TEMPLATE """{family.template}"""']
             return lines if system is None else [*lines, f'SYSTEM """{system}"""']
     return [
@@ -123,8 +125,8 @@ def _template_lines(template: ChatTemplate, bos_token: str) -> list[str]:
     ]
 
 
-def _own_system(family: _Family, rendered: str | None) -> str | None:
-    found = re.match(family.system, rendered or "", re.DOTALL)
+def _own_system(family: _Family, rendered: str | None, bos_token: str) -> str | None:
+    found = re.match(f"(?:{re.escape(bos_token)})?{family.system}", rendered or "", re.DOTALL)
     return found[1] if found and '"""' not in found[1] else None
 
 
@@ -134,10 +136,9 @@ def _written(family: _Family, system: str | None) -> list[str]:
     return [family.write(probe if probe[0]["role"] == "system" else [*default, *probe]) for probe in _PROBES]
 
 
-def _rendered(template: ChatTemplate, messages: Sequence[Message], bos_token: str) -> str | None:
-    """The prompt without its BOS; None if the template refuses these messages."""
+def _rendered(template: ChatTemplate, messages: Sequence[Message]) -> str | None:
+    """The prompt; None if the template refuses these messages."""
     try:
-        text = template.render([dict(message) for message in messages], add_generation_prompt=True).text
+        return template.render([dict(message) for message in messages], add_generation_prompt=True).text
     except BadRowError:
         return None
-    return text.removeprefix(bos_token)

@@ -91,13 +91,17 @@ def test_command_writes_adapter_record_metrics_and_report(chat_model, chats, fol
         "activations of",
         "«one<|im_end|>»",
         "Parity with llama.cpp: passed",
-        "--lora",
+        "llama-server -m",
+        "llama-cli -m",
+        "ollama create adapter -f",
     ):
         assert expected in captured.out, expected
     assert "step 4/4" in captured.err and "held-out loss" in captured.err
 
     names = {path.name.removeprefix("adapter.gguf") for path in folder.iterdir()}
-    assert names == {"", ".json", ".metrics.jsonl", ".checkpoint", ".report.html"}
+    assert names == {"", ".json", ".metrics.jsonl", ".checkpoint", ".report.html", ".Modelfile"}
+    modelfile = (folder / "adapter.gguf.Modelfile").read_text(encoding="utf-8")
+    assert f"FROM {chat_model}\nADAPTER {output}\nTEMPLATE " in modelfile and modelfile.rstrip() in captured.out
     adapter = GGUFFile.open(output)
     assert adapter.metadata["general.type"] == "adapter" and len(adapter.tensors) == 28
     record = json.loads((folder / "adapter.gguf.json").read_text(encoding="utf-8"))
