@@ -1,4 +1,4 @@
-"""What people call from Python: train, prepare, verify, info. Wiring only; each part has its own module."""
+"""What people call from Python: train, prepare, verify, merge, info. Wiring only; each part has its own module."""
 
 import json
 import os
@@ -11,8 +11,11 @@ from typing import Any
 
 from pyggtrain import models
 from pyggtrain._version import __version__
-from pyggtrain.adapters import gguf_adapter
-from pyggtrain.data.chat_template import ChatTemplate
+from pyggtrain.adapters import AdapterFile, gguf_adapter
+from pyggtrain.adapters.merge import Merged
+from pyggtrain.adapters.merge import merge as merge_adapters
+from pyggtrain.adapters.peft import weights_of
+from pyggtrain.data.chat_template import ChatTemplate, token_text
 from pyggtrain.data.encode import DataSettings, load_examples
 from pyggtrain.data.rows import read_rows
 from pyggtrain.data.tokens import TextEncoder
@@ -20,9 +23,10 @@ from pyggtrain.errors import AdapterError, ParityError
 from pyggtrain.gguf import GGUFFile, Tokenizer
 from pyggtrain.gguf.finite import check_finite
 from pyggtrain.gguf.hub import local_path
+from pyggtrain.gguf.imatrix import read_imatrix
 from pyggtrain.gguf.tokenizer import check_vocabulary
 from pyggtrain.model_info import ModelInfo, info
-from pyggtrain.nn import LoraPair
+from pyggtrain.nn import LoraPair, Model
 from pyggtrain.training.config import TrainConfig, build_config
 from pyggtrain.training.data import learnt_pieces
 from pyggtrain.training.memory import explained_out_of_memory
@@ -30,21 +34,25 @@ from pyggtrain.training.metrics import read_metrics
 from pyggtrain.training.output import OutputFiles, explained_write_errors, write_text
 from pyggtrain.training.prepare import Preparation, num_usable_cores, prepare
 from pyggtrain.training.progress import Progress, describe_seconds, terminal_progress
-from pyggtrain.training.record import make_record, serve_command, train_command, write_record
+from pyggtrain.training.record import make_record, sha256_of, train_command, write_record
 from pyggtrain.training.report import Report, Sample, render
+from pyggtrain.training.serving import chat_command, modelfile, ollama_command, serve_command
 from pyggtrain.training.trainer import TrainSummary
 from pyggtrain.validation.exact_match import ExactMatches, count_exact_matches
 from pyggtrain.validation.llama_server import ServerRuntime
+from pyggtrain.validation.merge_parity import verify_merge
 from pyggtrain.validation.parity import ParitySettings, verify_adapter
 from pyggtrain.validation.parity_report import ParityReport
 from pyggtrain.validation.runtime import BridgeRuntime, RuntimeSettings
 from pyggtrain.validation.trained_model import TrainedModel
 
 __all__ = [
+    "MergeResult",
     "ModelInfo",
     "TrainResult",
     "exact_matches",
     "info",
+    "merge",
     "prepare",
     "run",
     "train",
@@ -133,6 +141,8 @@ def run(ready: Preparation, *, progress: Progress) -> TrainResult:
     }
     if config.hash_base:
         provenance["base.sha256"] = ready.base.sha256()
+    if config.init_adapter is not None:
+        provenance["init_adapter.sha256"] = sha256_of(weights_of(Path(config.init_adapter)))
     with explained_write_errors(files.adapter):
         gguf_adapter.save(
             files.adapter, ready.adapter, ready.base, provenance=provenance, overwrite=config.overwrite or config.resume
@@ -143,6 +153,8 @@ def run(ready: Preparation, *, progress: Progress) -> TrainResult:
     write_record(files.record, record)
     report = _report(ready, summary, record, parity, samples)
     write_report(files, report)
+    bos_token = token_text(ready.tokenizer, ready.tokenizer.bos_id)
+    write_text(files.modelfile, modelfile(ready.base.paths, files, ready.data.template, bos_token))
     files.warning.unlink(missing_ok=True)
     if parity is not None and not parity.passed:
         write_text(files.warning, parity.table() + "\n")
@@ -224,20 +236,115 @@ def verify(
     file = gguf_adapter.load(adapter)
     gguf_adapter.check_against_base(file, base, ignore_hash=ignore_hash, hash_base=hash_base)
     loaded = models.load(base)
+    _check_trainable(file, loaded)
     pairs = {}
     for name, (lora_a, lora_b) in file.pairs.items():
-        if name not in loaded.linears:
-            raise AdapterError(
-                f"{name} in {adapter}: {loaded.untrainable.get(name, 'is no linear of the model')}. Train without it."
-            )
         pairs[name] = loaded.linears[name].lora = LoraPair(lora_a, lora_b, scale=file.scale(name))
-    examples, _ = load_examples(data or [{"text": _TEXT}], tokenizer, DataSettings(too_long="drop"))
-    documents = [(example.input_ids, example.labels) for example in examples]
+    documents = _documents(data, tokenizer)
     settings = ParitySettings(max_tokens=max_tokens, num_threads=num_threads or num_usable_cores())
     served = None if runtime == "bridge" else ServerRuntime(runtime)
     return verify_adapter(
         base.path, Path(adapter), documents, ours=TrainedModel(loaded, pairs), settings=settings, served=served
     )
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """Outcome of a merge.
+
+    Attributes:
+        merged: the new file, and what rounding did to its tensors.
+        parity: comparison with base + adapters in llama.cpp; None if it was turned off.
+    """
+
+    merged: Merged
+    parity: ParityReport | None
+
+
+def merge(
+    model: str | os.PathLike[str],
+    adapters: Sequence[tuple[str | os.PathLike[str], float]],
+    output: str | os.PathLike[str],
+    *,
+    type: str | None = None,
+    tensor_types: Mapping[str, str] | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
+    is_uniform_allowed: bool = False,
+    ignore_hash: bool = False,
+    overwrite: bool = False,
+    data: Sequence[str | os.PathLike[str]] = (),
+    verify: bool = True,
+    max_tokens: int = 256,
+    num_threads: int = 0,
+) -> MergeResult:
+    """Write adapters into a copy of their base model, and let llama.cpp compare the copy with base + adapters.
+
+    Args:
+        model: GGUF file; never changed.
+        adapters: GGUF adapters, each with the scale it would be served with.
+        output: GGUF file to write.
+        type, tensor_types, is_uniform_allowed, ignore_hash, overwrite: as in `adapters.merge.merge`.
+        imatrix: importance matrix made by llama-imatrix.
+        data: files of rows to compare on; a built-in paragraph by default.
+        verify: whether to compare.
+        max_tokens: tokens compared at most.
+        num_threads: CPU threads; 0 takes all cores this process may use.
+
+    Returns:
+        What was written; it is the caller's part to look at `parity.passed`.
+
+    Raises:
+        AdapterError: an adapter does not fit the base, or holds pairs that have no effect in llama.cpp.
+        ConfigError, UnsupportedError: see `adapters.merge.merge`.
+        OutputError: the file cannot be written.
+    """
+    base = GGUFFile.open(model)
+    files = [(gguf_adapter.load(path), scale) for path, scale in adapters]
+    loaded = models.load(base)
+    for file, _ in files:
+        _check_trainable(file, loaded)
+    num_threads = num_threads or num_usable_cores()
+    with explained_write_errors(Path(output)):
+        merged = merge_adapters(
+            base,
+            files,
+            output,
+            type=type,
+            tensor_types=tensor_types,
+            imatrix=None if imatrix is None else read_imatrix(imatrix),
+            is_uniform_allowed=is_uniform_allowed,
+            ignore_hash=ignore_hash,
+            overwrite=overwrite,
+            num_threads=num_threads,
+        )
+    if not verify:
+        return MergeResult(merged, None)
+    parity = verify_merge(
+        base,
+        [(file.path, scale) for file, scale in files],
+        GGUFFile.open(output),
+        merged.rounding,
+        _documents(data, Tokenizer.from_gguf(model)),
+        adaptable=loaded.linears,
+        settings=ParitySettings(max_tokens=max_tokens, num_threads=num_threads),
+    )
+    return MergeResult(merged, parity)
+
+
+def _check_trainable(file: AdapterFile, model: Model) -> None:
+    for name in file.pairs:
+        if name not in model.linears:
+            raise AdapterError(
+                f"{name} in {file.path}: {model.untrainable.get(name, 'is no linear of the model')}. Train without it."
+            )
+
+
+def _documents(
+    data: Sequence[str | os.PathLike[str]], tokenizer: Tokenizer
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Rows to compare on; without files a built-in paragraph."""
+    examples, _ = load_examples(data or [{"text": _TEXT}], tokenizer, DataSettings(too_long="drop"))
+    return [(example.input_ids, example.labels) for example in examples]
 
 
 def _compare(ready: Preparation) -> ParityReport:
@@ -291,7 +398,13 @@ def _report(
     return Report(
         title=ready.files.adapter.name,
         command=train_command(ready.config),
-        serve=serve_command(ready.config, ready.files),
+        serve="\n".join(
+            (
+                serve_command(ready.config, ready.files),
+                chat_command(ready.config, ready.files),
+                ollama_command(ready.files),
+            )
+        ),
         summary={**_result_facts(ready.config, summary), **ready.facts},
         data=ready.data.lines(),
         metrics=list(read_metrics(ready.files.metrics)),

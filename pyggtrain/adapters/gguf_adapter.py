@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ import torch
 
 from pyggtrain.adapters.lora import LoraAdapter, scale_of
 from pyggtrain.errors import AdapterError
-from pyggtrain.gguf import GGUFFile, QuantTensor, TypedValue, write_gguf
+from pyggtrain.gguf import GGUFFile, QuantTensor, TypedValue, typed_metadata, write_gguf
 from pyggtrain.ops import dequantize
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 _PREFIX = "pyggtrain."
 # Types of few bits would also let a small file take much memory.
 _TYPES = ("F32", "F16", "BF16", "Q8_0")
+_OWN_KEYS = ("general.type", "general.architecture", "adapter.type", "adapter.lora.alpha")
+# They describe how this one file is stored, and would be wrong in another.
+_KEYS_OF_THE_FILE = ("general.alignment", "general.file_type", "general.quantization_version")
 _BASE_KEYS = {
     "base.header_sha256": "metadata and tensor table",
     "base.tokenizer_sha256": "tokenizer",
@@ -51,6 +54,7 @@ class AdapterFile:
         pairs: by base tensor name: (lora_a, lora_b) as float32, [r, K] and [N, r] ([E, r, K] and [E, N, r] for
             experts).
         provenance: the values of the file's `pyggtrain.` keys, without that prefix.
+        other_metadata: its other keys with their types, but those that say how the file is stored.
     """
 
     path: Path
@@ -58,6 +62,7 @@ class AdapterFile:
     alpha: float
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
     provenance: dict[str, str]
+    other_metadata: Mapping[str, TypedValue] = field(default_factory=dict)
 
     def scale(self, name: str) -> float:
         """The factor that llama.cpp gives this pair: alpha / r in float32, or 1 without an alpha."""
@@ -96,9 +101,7 @@ def save(
         AdapterError: the file exists; a pair does not fit the base or would be dropped or refused by llama.cpp; a
             number is not finite.
     """
-    path = Path(path)
-    if path.exists() and not overwrite:
-        raise AdapterError(f"{path} exists already. Choose another name, or overwrite it explicitly.")
+    check_free(path, overwrite=overwrite)
     alpha = adapter.config.lora_alpha
     pairs, num_folded = {}, 0
     for name, pair in adapter.pairs.items():
@@ -114,16 +117,34 @@ def save(
             num_folded,
         )
     _check_pairs(pairs, base, str(path))
+    origin = {**(provenance or {}), **base_fingerprint(base)}
+    write(path, AdapterFile(Path(path), adapter.architecture, float(alpha), pairs, origin), overwrite=overwrite)
+
+
+def check_free(path: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Raise AdapterError if there is something at `path` that may not be replaced."""
+    if Path(path).exists() and not overwrite:
+        raise AdapterError(f"{path} exists already. Choose another name, or overwrite it explicitly.")
+
+
+def write(path: str | os.PathLike[str], adapter: AdapterFile, *, overwrite: bool = False) -> None:
+    """Write pairs, alpha and metadata as they are, float32. The file appears complete or not at all.
+
+    Raises:
+        AdapterError: the file exists, or a number is not finite.
+    """
+    check_free(path, overwrite=overwrite)
     metadata: dict[str, MetadataValue | TypedValue] = {
         "general.type": "adapter",
         "general.architecture": adapter.architecture,
         "adapter.type": "lora",
-        "adapter.lora.alpha": TypedValue("f32", float(alpha)),
-        **{_PREFIX + key: value for key, value in {**(provenance or {}), **base_fingerprint(base)}.items()},
+        **({"adapter.lora.alpha": TypedValue("f32", adapter.alpha)} if adapter.alpha else {}),
+        **adapter.other_metadata,
+        **{_PREFIX + key: value for key, value in adapter.provenance.items()},
     }
     tensors = [
         _float32_tensor(f"{name}.{half}", values)
-        for name, pair_values in pairs.items()
+        for name, pair_values in adapter.pairs.items()
         for half, values in zip(("lora_a", "lora_b"), pair_values, strict=True)
     ]
     write_gguf(path, metadata, tensors)
@@ -166,7 +187,12 @@ def load(path: str | os.PathLike[str]) -> AdapterFile:
     provenance = {
         key.removeprefix(_PREFIX): str(file.metadata[key]) for key in file.metadata if key.startswith(_PREFIX)
     }
-    return AdapterFile(file.path, file.architecture, alpha, _read_pairs(file), provenance)
+    other = {
+        key: value
+        for key, value in typed_metadata(file).items()
+        if key not in (*_OWN_KEYS, *_KEYS_OF_THE_FILE) and not key.startswith(_PREFIX)
+    }
+    return AdapterFile(file.path, file.architecture, alpha, _read_pairs(file), provenance, other)
 
 
 def _read_pairs(file: GGUFFile) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -9,6 +9,8 @@ from importlib import import_module
 COMMANDS = {
     "train": "train a LoRA adapter on a GGUF file",
     "verify": "check an adapter against llama.cpp",
+    "adapter": "look at adapters, scale and add them, carry them to PEFT and back",
+    "merge": "write an adapter into a copy of its base model",
     "info": "show what a GGUF file holds",
     "quantize": "write a copy of a GGUF file with other tensor types",
     "architectures": "show which models can be trained",

@@ -38,7 +38,8 @@ def train(config: TrainConfig, *, is_dry_run: bool = False) -> "TrainResult | No
     if result.parity is not None:
         say("", result.parity.table())
     assert result.report is not None, "the first process has a report"
-    say(f"\nadapter: {result.files.adapter}", f"report:  {result.files.report}", f"serve:   {result.report.serve}")
+    say(f"\nadapter: {result.files.adapter}", f"report:  {result.files.report}", f"\n{result.report.serve}")
+    say("", result.files.modelfile.read_text(encoding="utf-8").rstrip())
     return result
 
 

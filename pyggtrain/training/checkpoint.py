@@ -26,6 +26,8 @@ NOT_PART_OF_THE_RUN = frozenset(
         "data",
         "eval_data",
         "output",
+        # Its weights are in the checkpoint.
+        "init_adapter",
         # These have no influence on the adapter's values.
         "overwrite",
         "resume",

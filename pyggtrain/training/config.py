@@ -65,6 +65,9 @@ class TrainConfig:
     """Other lora_alpha for some linears, by pattern: attn_v=64. The last match counts."""
     use_rslora: bool = False
     """Multiply by lora_alpha / sqrt(r) instead of lora_alpha / r. Worth it for ranks above 64."""
+    init_adapter: str | None = None
+    """Adapter to train on: a GGUF adapter or a PEFT folder, whoever made it. Its weights, ranks, alpha and targets are
+    taken over exactly. Axolotl calls this lora_model_dir, LLaMA-Factory adapter_name_or_path: both names work too."""
 
     method: Literal["sft", "dpo", "orpo"] = "sft"
     """What is learnt: the answers themselves ("sft"), or to prefer a chosen answer over a rejected one ("dpo", "orpo").
@@ -204,7 +207,11 @@ class TrainConfig:
         }
 
 
-ALIASES = {"max_length": "max_seq_length"}
+ALIASES = {
+    "max_length": "max_seq_length",
+    "lora_model_dir": "init_adapter",
+    "adapter_name_or_path": "init_adapter",
+}
 """Names of the same thing in peers, accepted everywhere."""
 
 ELSEWHERE = {

@@ -47,6 +47,11 @@ class OutputFiles:
         return self._beside(".report.html")
 
     @property
+    def modelfile(self) -> Path:
+        """What `ollama create` reads."""
+        return self._beside(".Modelfile")
+
+    @property
     def warning(self) -> Path:
         """Written when llama.cpp and pyggtrain disagree about the adapter."""
         return self._beside(".PARITY-FAILED.txt")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pyggtrain import models
+from pyggtrain.adapters.gguf_adapter import restore
 from pyggtrain.adapters.lora import LoraAdapter, LoraConfig, attach
 from pyggtrain.data.preview import preview
 from pyggtrain.errors import ConfigError, UnsupportedError
@@ -24,6 +25,7 @@ from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.data import RunData, load_data
+from pyggtrain.training.init_adapter import read_init_adapter, taken_over
 from pyggtrain.training.memory import MemoryPlan, mib, plan_memory, tune_allocator
 from pyggtrain.training.objectives import OBJECTIVES
 from pyggtrain.training.optimizers import check_optimizer
@@ -86,6 +88,8 @@ class Preparation:
             "trainable": f"{adapter.num_parameters:,} parameters in {len(adapter.pairs)} pairs; "
             f"r {_span(pair.rank for pair in pairs)}, factor {_span(pair.scale for pair in pairs)}",
         }
+        if config.init_adapter is not None:
+            facts["starts from"] = config.init_adapter
         if untouched := _layers_without_adapter(self.model, adapter):
             facts["untouched"] = (
                 f"{len(untouched)} of {len(self.model.layers)} layers have no adapter: {_ranges(untouched)}"
@@ -178,7 +182,12 @@ def prepare(config: TrainConfig) -> Preparation:
         dtype=compute_dtype(config, device),
         compute=config.compute,
     )
+    start = None if config.init_adapter is None else read_init_adapter(config.init_adapter, base, model)
+    if start is not None:
+        config = taken_over(config, start, model)
     adapter = attach(model, lora_config(config), seed=config.seed)
+    if start is not None:
+        restore(adapter, start)
     model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
     check_free_space(files, adapter.num_parameters, keeps_best=config.load_best_model_at_end)

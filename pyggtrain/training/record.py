@@ -15,8 +15,9 @@ from typing import Any
 from pyggtrain._version import __version__
 from pyggtrain.adapters.gguf_adapter import base_fingerprint
 from pyggtrain.training.config import TrainConfig
-from pyggtrain.training.output import OutputFiles, write_text
+from pyggtrain.training.output import write_text
 from pyggtrain.training.prepare import Preparation
+from pyggtrain.training.serving import serve_command
 from pyggtrain.training.trainer import TrainSummary
 
 _NOT_REPEATED = frozenset({"model", "data", "output", "overwrite", "resume"})
@@ -76,16 +77,6 @@ def train_command(config: TrainConfig) -> str:
             words += [f"--{flag}", *(f"{name}={item}" for name, item in value.items())]
         else:
             words += [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return shlex.join(words)
-
-
-def serve_command(config: TrainConfig, files: OutputFiles) -> str:
-    """Return the shell line that serves the adapter with llama.cpp."""
-    words = ["llama-server", "-m", config.model, "--lora", str(files.adapter)]
-    if config.chat_template is not None:
-        words += ["--jinja", "--chat-template-file", config.chat_template]
-    if config.chat_template_kwargs is not None:
-        words += ["--chat-template-kwargs", config.chat_template_kwargs]
     return shlex.join(words)
 
 

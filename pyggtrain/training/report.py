@@ -25,7 +25,7 @@ class Report:
     Attributes:
         title: of the page.
         command: shell line that repeats the run.
-        serve: shell line that serves the adapter.
+        serve: shell lines that serve the adapter.
         summary: fact -> value, first table of the page.
         data: sentences about the rows.
         metrics: lines of the metrics file.

@@ -25,36 +25,6 @@ from pyggtrain.training.progress import Progress
 FOLDER_NAME = "тест 日本 é"
 
 
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory, tiny_llama_path, smollm2) -> Path:
-    """The tiny random llama with SmolLM2's tokenizer, template and an embedding of that size."""
-    path = tmp_path_factory.mktemp(FOLDER_NAME) / "модель 模型.gguf"
-    tiny = GGUFFile.open(tiny_llama_path)
-    metadata = {name: value for name, value in typed_metadata(tiny).items() if not name.startswith("tokenizer.")}
-    metadata |= {name: value for name, value in typed_metadata(smollm2).items() if name.startswith("tokenizer.")}
-    metadata["llama.vocab_size"] = smollm2.metadata["llama.vocab_size"]
-    embedding = torch.randn(metadata["llama.vocab_size"], 64, generator=torch.Generator().manual_seed(3))
-    tensors = [tensor for tensor in tiny.tensors.values() if tensor.name != "token_embd.weight"]
-    write_gguf(path, metadata, [quantize_tensor("token_embd.weight", embedding, "F32"), *tensors])
-    return path
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp(FOLDER_NAME) / "чат.jsonl"
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"Count to {number}."},
-                {"role": "assistant", "content": " ".join("one" for _ in range(number))},
-            ]
-        }
-        for number in range(1, 25)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def folder(tmp_path) -> Path:
     path = tmp_path / FOLDER_NAME
@@ -121,13 +91,17 @@ def test_command_writes_adapter_record_metrics_and_report(chat_model, chats, fol
         "activations of",
         "«one<|im_end|>»",
         "Parity with llama.cpp: passed",
-        "--lora",
+        "llama-server -m",
+        "llama-cli -m",
+        "ollama create adapter -f",
     ):
         assert expected in captured.out, expected
     assert "step 4/4" in captured.err and "held-out loss" in captured.err
 
     names = {path.name.removeprefix("adapter.gguf") for path in folder.iterdir()}
-    assert names == {"", ".json", ".metrics.jsonl", ".checkpoint", ".report.html"}
+    assert names == {"", ".json", ".metrics.jsonl", ".checkpoint", ".report.html", ".Modelfile"}
+    modelfile = (folder / "adapter.gguf.Modelfile").read_text(encoding="utf-8")
+    assert f"FROM {chat_model}\nADAPTER {output}\nTEMPLATE " in modelfile and modelfile.rstrip() in captured.out
     adapter = GGUFFile.open(output)
     assert adapter.metadata["general.type"] == "adapter" and len(adapter.tensors) == 28
     record = json.loads((folder / "adapter.gguf.json").read_text(encoding="utf-8"))
