@@ -8,8 +8,10 @@ from importlib import import_module
 
 COMMANDS = {
     "train": "train a LoRA adapter on a GGUF file",
+    "plan": "tell how much memory a run needs, and its fastest setting that fits",
     "verify": "check an adapter against llama.cpp",
     "info": "show what a GGUF file holds",
+    "selftest": "check every kernel on this machine",
     "architectures": "show which models can be trained",
     "quickstart": "train a small real model on this machine and measure the effect",
 }

@@ -22,7 +22,10 @@ def test_without_arguments_the_commands_are_listed(capsys):
 
 def test_unknown_command_is_a_mistake(capsys):
     assert main(["trian"]) == 2
-    assert "no command 'trian'; there are train, verify, info, architectures, quickstart" in capsys.readouterr().err
+    assert (
+        "no command 'trian'; there are train, plan, verify, info, selftest, architectures, quickstart"
+        in capsys.readouterr().err
+    )
 
 
 def test_version_is_that_of_the_project(capsys):
