@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pyggtrain.errors import UnsupportedError
 from pyggtrain.training.batches import Batches
 from pyggtrain.training.checkpoint import Checkpoint, Origin, check_same_run, save_checkpoint
 from pyggtrain.training.config import TrainConfig
@@ -74,6 +75,7 @@ class Trainer:
         device: of the parameters.
         progress: told about each step.
         processes: that share the micro-batches of each step; the first one writes and tells.
+        memory_excess: asked after each step; says what was overstepped if the run takes more memory than it may.
 
     Raises:
         ConfigError: the rows or the held-out rows do not fit the settings.
@@ -96,6 +98,7 @@ class Trainer:
         device: torch.device,
         progress: Progress,
         processes: Processes | None = None,
+        memory_excess: Callable[[], str | None] = lambda: None,
     ) -> None:
         objective.check([*rows[:1], *held_out[:1]])
         self.objective, self.parameters, self.held_out = objective, dict(parameters), held_out
@@ -118,6 +121,7 @@ class Trainer:
         )
         self.started, self.resume_from = started, resume_from
         self._loss = math.nan
+        self.memory_excess = memory_excess
 
     def run(self) -> TrainSummary:
         """Train to the last step, or until the held-out loss says that it is enough; the parameters then hold what is
@@ -126,6 +130,7 @@ class Trainer:
         Raises:
             TrainingInterrupted: Ctrl-C or SIGTERM; the checkpoint is written and names no half-done step.
             NonFiniteError: gradients stayed not finite.
+            UnsupportedError: the run took more memory than it may; the checkpoint is written.
             ConfigError: the checkpoint to resume from belongs to another run, or the processes differ.
             OutputError: metrics or checkpoint cannot be written.
             ProcessLostError: another process ended.
@@ -141,8 +146,14 @@ class Trainer:
                 while done < self.num_steps and not self.evaluations.is_over:
                     done = self._step(done, stop_requested, log)
                     self._evaluate(done, stop_requested)
-                    if self._is_end(done) or _is_due(self.config.save_steps, done):
+                    excess = self.memory_excess()
+                    if self._is_end(done) or excess is not None or _is_due(self.config.save_steps, done):
                         self._save(done)
+                    if excess is not None and not self._is_end(done):
+                        raise UnsupportedError(
+                            f"{excess} Stopped after step {done} of {self.num_steps}; the state is in "
+                            f"{self.files.checkpoint}. Allow more and continue with --resume."
+                        )
                 if self.processes.any(stop_requested()):
                     raise StopRequested
         except StopRequested:

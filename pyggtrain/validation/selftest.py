@@ -28,7 +28,7 @@ from pyggtrain.kernels.reference.cases import (
 from pyggtrain.kernels.reference.comparison import Comparison, as_near_as_torch, relatively_close, same_bits
 from pyggtrain.ops.quant_linear import quant_linear
 
-# ggml rounds x to 8 bits, which costs 0.5-0.7 % (docs/numerics.md), and 1.2 % in one row against weights of random bits.
+# ggml rounds x to 8 bits: 0.5-0.7 % (docs/numerics.md), and 1.2 % for one row against weights of random bits.
 _EIGHT_BIT_NOISE = 2e-2
 
 
