@@ -2,7 +2,7 @@
 
     python benchmarks/bench_plan.py [--threads 1] [--output benchmarks/results/plan.jsonl]
 
-Each setting is a run of its own process: `prepare` plans from the header, then the trainer takes three steps on rows of
+Each setting is a run of its own process: `prepare` plans from the header, then the trainer takes two steps on rows of
 exactly the planned length. Measured is the largest resident set of the process (VmHWM), set back before the first step,
 so base file, libraries and Python are part of both numbers. Linux only.
 """
@@ -25,21 +25,21 @@ from pyggtrain.training.prepare import prepare
 from pyggtrain.training.progress import Progress
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "none, 2 x 256": {"gradient_checkpointing": "none", "max_seq_length": 256},
-    "none, 1 x 1024": {"gradient_checkpointing": "none", "max_seq_length": 1024, "per_device_train_batch_size": 1},
-    "matmuls, 2 x 256": {"gradient_checkpointing": "matmuls", "max_seq_length": 256},
-    "matmuls, 4 x 512": {
+    "none, 2 x 128": {"gradient_checkpointing": "none", "max_seq_length": 128},
+    "none, 1 x 384": {"gradient_checkpointing": "none", "max_seq_length": 384, "per_device_train_batch_size": 1},
+    "none, 2 x 64, r 128": {"gradient_checkpointing": "none", "max_seq_length": 64, "r": 128},
+    "matmuls, 2 x 128": {"gradient_checkpointing": "matmuls", "max_seq_length": 128},
+    "matmuls, 4 x 128": {
         "gradient_checkpointing": "matmuls",
-        "max_seq_length": 512,
+        "max_seq_length": 128,
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 1,
     },
-    "layers, 2 x 512": {"gradient_checkpointing": "layers", "max_seq_length": 512},
-    "layers, 2 x 2048": {"gradient_checkpointing": "layers", "max_seq_length": 2048},
-    "none, 2 x 256, r 128": {"gradient_checkpointing": "none", "max_seq_length": 256, "r": 128},
-    "layers, 2 x 512, graph": {"gradient_checkpointing": "layers", "max_seq_length": 512, "model_impl": "graph"},
+    "layers, 2 x 128": {"gradient_checkpointing": "layers", "max_seq_length": 128},
+    "layers, 1 x 1024": {"gradient_checkpointing": "layers", "max_seq_length": 1024, "per_device_train_batch_size": 1},
+    "layers, 2 x 128, graph": {"gradient_checkpointing": "layers", "max_seq_length": 128, "model_impl": "graph"},
 }
-"""Name -> settings that differ from the defaults; SmolLM2-135M Q4_1, an optimiser step of 4 x 2 rows unless said."""
+"""Name -> settings that differ from the defaults; SmolLM2-135M Q4_1, two micro-batches to a step unless said."""
 
 ROW = "{:<24}{:>10}{:>10}{:>8}{:>12}{:>12}{:>8}"
 
@@ -57,16 +57,22 @@ def resident_mib(name: str) -> float:
 
 
 def measure(settings: dict[str, Any], threads: int) -> dict[str, Any]:
-    """Plan, train three steps, and say both peaks."""
+    """Plan, train two steps, and say both peaks."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
         words = random.Random(1)
-        step_rows = settings.get("per_device_train_batch_size", 2) * settings.get("gradient_accumulation_steps", 4)
+        step_rows = settings.get("per_device_train_batch_size", 2) * settings.get("gradient_accumulation_steps", 2)
         texts = [
             " ".join(str(words.randrange(1000)) for _ in range(settings["max_seq_length"])) for _ in range(step_rows)
         ]
         data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        fixed = {"model": str(model_path()), "data": str(data), "output": str(Path(folder) / "a.gguf"), "max_steps": 3}
+        fixed = {
+            "model": str(model_path()),
+            "data": str(data),
+            "output": str(Path(folder) / "a.gguf"),
+            "max_steps": 2,
+            "gradient_accumulation_steps": 2,
+        }
         ready = prepare(
             build_config({**fixed, "num_threads": threads, "too_long": "truncate", "save_steps": 0, **settings})
         )

@@ -221,7 +221,7 @@ def dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
 def poisoned_memory() -> Iterator[None]:
     """torch.empty is full of NaN inside, so an element that nobody writes shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -146,8 +146,8 @@ def _cpu_attention(attention: Callable[..., torch.Tensor]) -> Callable[..., torc
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         if q.is_meta:
             with _disable_current_modes():
-                small = [torch.empty(*x.shape[:2], 2, x.shape[3], dtype=x.dtype) for x in (q, k, v)]
-                is_flash = torch._fused_sdp_choice(*small, **options) == _FLASH
+                small_q, small_k, small_v = (torch.empty(*x.shape[:2], 2, x.shape[3], dtype=x.dtype) for x in (q, k, v))
+                is_flash = torch._fused_sdp_choice(small_q, small_k, small_v, **options) == _FLASH
             if is_flash:
                 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
                 return flash(q, k, v, 0.0, options.get("is_causal", False), scale=options.get("scale"))[0]  # type: ignore[no-any-return]

@@ -1,8 +1,7 @@
 """How much memory a run will need, told before anything is loaded, and the fastest setting that fits.
 
-The need is not estimated by a formula: the run's own first steps are rehearsed without memory (`training.rehearse`),
-and on a CPU the C library's allocator is played on top of them (`training.heap`). docs/plan.md compares with measured
-peaks.
+On a CPU the need is not estimated by a formula: the run's own first steps are rehearsed without memory
+(`training.rehearse`). What the C library's allocator holds beyond that is a measured share (docs/plan.md).
 """
 
 import contextlib
@@ -19,7 +18,6 @@ import torch
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.nn import POLICIES, Batch, Model
 from pyggtrain.training.config import TrainConfig, size_in_bytes
-from pyggtrain.training.heap import heap_peak_bytes
 from pyggtrain.training.objectives import Document, Objective
 from pyggtrain.training.rehearse import ACTIVATIONS, ADAPTER, BASE, GRADIENTS, OPTIMISER, Rehearsal
 
@@ -29,10 +27,13 @@ _MAX_MMAP_THRESHOLD = 32 << 20
 # Policy -> (mmap threshold, trim threshold) of the C library. 128 KiB is glibc's own trim threshold.
 _THRESHOLDS = {"layers": (1 << 20, 128 << 10)}
 _KEEPING = (_MAX_MMAP_THRESHOLD, 1 << 30)
+# What malloc holds beyond what is in use: holes that fit no later block, as a share of all that comes and goes
+# (docs/plan.md).
+_ALLOCATOR_SHARE = {"none": 0.25, "matmuls": 0.55, "layers": 0.2}
 # Tokens of the two micro-batches that are measured on a GPU.
 _PROBE_TOKENS = 128, 512
 # What a first step brings in besides tensors: code of the libraries, buffers of the matrix products.
-_FIRST_STEP_BYTES = 64 << 20
+_FIRST_STEP_BYTES = 24 << 20
 # Share of the free memory that may be planned for; the rest is for what other programs take meanwhile.
 _USABLE = 0.9
 ALLOCATOR, PROGRAM = "allocator", "program"
@@ -118,7 +119,7 @@ class Need(Protocol):
 
 
 class RehearsedNeed:
-    """A CPU's: the rehearsed step, the C library's allocator on top of it, the program beside it."""
+    """A CPU's: the rehearsed step, the holes of the C library's allocator, and the program beside them."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self._rehearsal = rehearsal
@@ -128,14 +129,10 @@ class RehearsedNeed:
         """See `Need`."""
         trace = self._rehearsal.trace(policy, documents)
         parts = trace.peak()
-        made = sum(parts.values())
-        parts[BASE] = parts.get(BASE, 0) + self._rehearsal.base_bytes
         if _mallopt() is not None:
-            mmap_threshold, trim_threshold = _THRESHOLDS.get(policy, _KEEPING)
-            parts[ALLOCATOR] = (
-                heap_peak_bytes(trace.sizes, trace.events, mmap_threshold=mmap_threshold, trim_threshold=trim_threshold)
-                - made
-            )
+            passing = sum(num_bytes for name, num_bytes in parts.items() if name not in (ADAPTER, OPTIMISER))
+            parts[ALLOCATOR] = round(_ALLOCATOR_SHARE[policy] * passing)
+        parts[BASE] = parts.get(BASE, 0) + self._rehearsal.base_bytes
         parts[PROGRAM] = self._program_bytes
         return parts
 
@@ -304,9 +301,10 @@ class MemoryGuard:
 
 def limit_device_memory(max_memory: str | None, device: torch.device) -> None:
     """Make torch's allocator refuse what goes beyond `max_memory` on a GPU; on a CPU `MemoryGuard` watches."""
-    if max_memory is not None and device.type == "cuda":
+    limit_bytes = None if max_memory is None else size_in_bytes(max_memory)
+    if limit_bytes is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, size_in_bytes(max_memory) / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
 
 def tune_allocator(policy: str) -> None:

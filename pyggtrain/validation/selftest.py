@@ -140,7 +140,7 @@ def facts() -> dict[str, str]:
 
 
 def _driver_version() -> str:
-    number: int = torch._C._cuda_getDriverVersion()
+    number: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
     return f"{number // 1000}.{number % 1000 // 10}"
 
 

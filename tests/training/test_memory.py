@@ -12,6 +12,7 @@ from pyggtrain.ops import workspace
 from pyggtrain.training import memory
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.memory import (
+    MeasuredNeed,
     MemoryGuard,
     MemoryPlan,
     Planner,
@@ -94,6 +95,14 @@ def test_trace_has_the_buffers_of_a_real_run(tiny_llama_path, policy, implementa
     assert 0 < traced["gradients"] <= num_bytes
 
 
+@pytest.mark.parametrize("settings", [{"method": "dpo"}, {"method": "orpo"}, {"optim": "muon"}, {"lora_dropout": 0.1}])
+def test_other_runs_are_rehearsed_too(tiny_llama_path, settings):
+    config = config_for(tiny_llama_path, **settings)
+    lora = LoraConfig(r=4, lora_dropout=config.lora_dropout)
+    peak = Rehearsal(GGUFFile.open(tiny_llama_path), config, lora).trace("layers", [row(30), row(20)]).peak()
+    assert peak["adapter"] > 0 and peak["optimiser"] > 0 and peak["activations"] > 0
+
+
 def test_no_weight_is_read_and_the_file_stays_as_it_is(tiny_llama_path, monkeypatch):
     from pyggtrain import _bridge
 
@@ -159,6 +168,47 @@ def test_unknown_free_memory_refuses_nothing(rehearsal, tiny_llama_path, monkeyp
     assert planner(rehearsal, tiny_llama_path).choose().policy == "none"
 
 
+class Card:
+    """torch.cuda's account of a card: each micro-batch takes 10 MiB and 3 KiB for each token."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.held, self.peak = 0, 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.held)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+
+
+class CardsObjective(Supervised):
+    """Cross entropy that leaves its trace on a card."""
+
+    def __init__(self, model, card) -> None:
+        super().__init__(model)
+        self.card = card
+
+    def loss(self, batch):
+        self.card.peak = self.card.held + 10 * 2**20 + 3 * 2**10 * batch.num_tokens
+        return super().loss(batch)
+
+
+def test_need_of_a_gpu_grows_with_the_tokens(tiny_llama_path, monkeypatch):
+    model = models.load(GGUFFile.open(tiny_llama_path))
+    adapter = attach(model, LORA, seed=1)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    card, adapter_bytes = Card(monkeypatch), 4 * adapter.num_parameters
+    card.held = 2**30 + adapter_bytes
+    parts = MeasuredNeed(CardsObjective(model, card), model, CPU).parts("matmuls", [row(3000), row(1000)])
+    assert parts == {
+        "base file": 2**30,
+        "adapter": adapter_bytes,
+        "gradients": adapter_bytes,
+        "optimiser": 2 * adapter_bytes,
+        "activations": 10 * 2**20 + 3 * 2**10 * 4000,
+    }
+    assert model.checkpoint_policy == "matmuls"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 A_PLAN = MemoryPlan("none", 2, 500, "cpu", {"base file": 2**20, "activations": 2**20}, None, 2**30)
 
 
@@ -201,11 +251,11 @@ def test_guard_sees_a_peak_that_is_over_again(monkeypatch):
 
 
 def test_limit_of_a_gpu_is_the_allocators(monkeypatch):
-    class Card:
+    class Properties:
         total_memory = 100 * 2**30
 
     fractions = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
     limit_device_memory("25GiB", torch.device("cuda"))
     limit_device_memory("250GiB", torch.device("cuda"))
