@@ -263,6 +263,7 @@ struct session {
 };
 
 void register_session(py::module_ & module) {
+    module.def("system_info", [] { return std::string(llama_print_system_info()); }, "What llama.cpp was built for, in its own words: processor features, OpenMP.");
     py::class_<session>(module, "Session", "llama.cpp on the CPU: one model, one context, any number of adapters. Each call starts from an empty KV cache.")
         .def(py::init<const std::string &, int64_t, int64_t, int, const std::string &, bool, bool>(), py::arg("path"), py::kw_only(), py::arg("num_ctx"),
              py::arg("num_ubatch"), py::arg("num_threads"), py::arg("kv_type") = "F16", py::arg("flash_attention") = false, py::arg("use_mmap") = true,

@@ -2,10 +2,13 @@
 for a shape that nobody checks.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from pyggtrain.kernels.dequant import DECODERS
+from pyggtrain.kernels.reference.comparison import as_close_as_torch
 
 HALF_OFFSETS: dict[str, tuple[int, ...]] = {
     "Q4_1": (0, 2),
@@ -163,6 +166,68 @@ ATTENTION_CASES = (
 )
 
 
+@dataclass(frozen=True)
+class CrossEntropyCase:
+    """`rows` of logits over `vocabulary`."""
+
+    rows: int
+    vocabulary: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.rows}x{self.vocabulary}"
+
+
+CROSS_ENTROPY_CASES = (CrossEntropyCase(1, 5), CrossEntropyCase(6, 4096), CrossEntropyCase(9, 9001))
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropyCase:
+    """A head of 96 x 256 in Q4_K on 10 tokens, decoded `workspace_rows` and taken `token_chunk` tokens at a time."""
+
+    workspace_rows: int
+    token_chunk: int
+
+    @property
+    def id(self) -> str:
+        return f"head{self.workspace_rows}_tokens{self.token_chunk}"
+
+
+LINEAR_CROSS_ENTROPY_CASES = tuple(LinearCrossEntropyCase(rows, chunk) for rows in (96, 40) for chunk in (4, 64))
+
+
+@dataclass(frozen=True)
+class QuantLinearCase:
+    """A product of `tokens` rows with a quantised weight of `out_features` x `in_features`."""
+
+    tokens: int
+    out_features: int = 70
+    in_features: int = 256
+
+    @property
+    def id(self) -> str:
+        return f"{self.tokens}x{self.out_features}x{self.in_features}"
+
+
+QUANT_LINEAR_CASES = (QuantLinearCase(1), QuantLinearCase(37))
+
+
+def dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Dtypes to try on a device. The interpreter truncates float32 to bfloat16 where hardware rounds to nearest."""
+    return (torch.float32, torch.float16, torch.bfloat16) if device.type == "cuda" else (torch.float32, torch.float16)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty is full of NaN inside, so an element that nobody writes shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def random_rows(case: RowCase, count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """`count` matrices [tokens, width] of normal numbers, each with gaps between its rows if the case has them."""
     generator = torch.Generator(device).manual_seed(case.tokens * case.width)
@@ -173,14 +238,6 @@ def random_rows(case: RowCase, count: int, dtype: torch.dtype, device: torch.dev
 def assert_as_close_as_torch(
     ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, *, terms: int = 1, magnitude: float | None = None
 ) -> None:
-    """Error against float64 at most twice that of plain torch in the same dtype, plus a floor. NaN never passes.
-
-    The floor is half a rounding step, for the cases in which torch happens to hit a value exactly; and for sums of
-    `terms` products, sqrt(terms) float32 steps, by which two orders of adding differ. Steps are those of `magnitude`,
-    the size of the terms; without it, of the largest value.
-    """
-    error = (ours.double() - exact).abs().max().item()
-    plain_error = (plain.double() - exact).abs().max().item()
-    steps = torch.finfo(ours.dtype).eps / 2 + torch.finfo(torch.float32).eps * (terms**0.5 - 1)
-    floor = steps * (exact.abs().max().item() if magnitude is None else magnitude)
-    assert error <= 2 * plain_error + floor, f"error {error:.3e}, plain torch {plain_error:.3e}, floor {floor:.3e}"
+    """Assert `as_close_as_torch`."""
+    comparison = as_close_as_torch("result", ours, plain, exact, terms=terms, magnitude=magnitude)
+    assert comparison.passed, comparison

@@ -8,11 +8,13 @@ from importlib import import_module
 
 COMMANDS = {
     "train": "train a LoRA adapter on a GGUF file",
+    "plan": "tell how much memory a run needs, and its fastest setting that fits",
     "verify": "check an adapter against llama.cpp",
     "adapter": "look at adapters, scale and add them, carry them to PEFT and back",
     "merge": "write an adapter into a copy of its base model",
     "info": "show what a GGUF file holds",
     "quantize": "write a copy of a GGUF file with other tensor types",
+    "selftest": "check every kernel on this machine",
     "architectures": "show which models can be trained",
     "quickstart": "train a small real model on this machine and measure the effect",
 }

@@ -14,13 +14,15 @@ from pyggtrain.training.config import (
 from pyggtrain.training.reference import default_text, sections
 
 _SHORT = {"output": "-o"}
+# A plan reads no rows and writes nothing; it takes the other settings of the run that it is for.
+_USAGE = {"pyggtrain plan": "MODEL [--max-memory SIZE] [--max-seq-length N] [--setting value ...] [--json]"}
 
 
 def train_parser(program: str) -> argparse.ArgumentParser:
     """Return a parser for all settings. Values stay text: `build_config` reports all mistakes together."""
     parser = argparse.ArgumentParser(
         prog=program,
-        usage=f"{program} MODEL DATA [DATA ...] -o ADAPTER [--setting value ...]",
+        usage=f"{program} {_USAGE.get(program, 'MODEL DATA [DATA ...] -o ADAPTER [--setting value ...]')}",
         description="Train a LoRA adapter on an unchanged GGUF file; llama.cpp loads the result beside that file.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

@@ -35,7 +35,7 @@ def dequantize_rows(blocks: torch.Tensor, type: str, out: torch.Tensor) -> None:
     """
     if type in FLOAT_TYPES:
         out.copy_(blocks.view(FLOAT_TYPES[type]))
-    elif out.is_cpu:
+    elif not out.is_cuda:
         _bridge.dequantize(type, blocks, out, torch.get_num_threads())
     else:
         from pyggtrain.kernels.dequant import dequantize as decode

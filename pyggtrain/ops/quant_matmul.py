@@ -123,7 +123,7 @@ def forward(
         `out`.
     """
     y = x.new_empty(x.shape[0], blocks.shape[0]) if out is None else out
-    if x.is_cpu and chosen_compute(compute, type, x.shape[0], x.dtype) == "ggml":
+    if not x.is_cuda and chosen_compute(compute, type, x.shape[0], x.dtype) == "ggml":
         product = torch.empty_like(y) if accumulate else y
         # An operation sees its inputs as they are, and a tensor that wants a gradient cannot be lent to the bridge.
         _bridge.mul_mat(type, blocks, x.detach().contiguous(), product, torch.get_num_threads())

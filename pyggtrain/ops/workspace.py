@@ -9,6 +9,8 @@ matrix product).
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -53,11 +55,28 @@ def set_limit_bytes(num_bytes: int, device_type: str = "cpu") -> None:
     _buffers.by_device.clear()
 
 
+def held() -> list[torch.Tensor]:
+    """The buffers of this thread."""
+    return list(_buffers.by_device.values())
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, this thread begins without a buffer; afterwards it has those that it had before."""
+    held, _buffers.by_device = _buffers.by_device, {}
+    try:
+        yield
+    finally:
+        _buffers.by_device = held
+
+
 def rows_per_chunk(
     num_rows: int, num_columns: int, dtype: torch.dtype = torch.float32, device_type: str = "cpu"
 ) -> int:
     """How many rows of `num_columns` numbers one pass takes: at least 1, at most `num_rows`."""
-    fitting = max(1, _limit_bytes[device_type] // (dtype.itemsize * num_columns))
+    # Tensors without memory stand for a CPU's (`ops.rehearsal`).
+    limit = _limit_bytes["cpu" if device_type == "meta" else device_type]
+    fitting = max(1, limit // (dtype.itemsize * num_columns))
     if fitting >= num_rows:
         return num_rows
     return fitting - fitting % _ROW_GRANULE if fitting > _ROW_GRANULE else fitting

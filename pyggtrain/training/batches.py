@@ -104,7 +104,7 @@ class Batches:
         return (filled_up(batch) if self._fills_up else batch).to(self._device)
 
     def _cut(self, rows: Sequence[Any]) -> list[list[Any]]:
-        size = self._config.per_device_train_batch_size
+        size = self._config.micro_batch_size
         return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
 
     def _own(self, items: list[Any]) -> list[Any]:

@@ -33,6 +33,8 @@ NOT_PART_OF_THE_RUN = frozenset(
         "resume",
         "device",
         "gradient_checkpointing",
+        # What it decides, the size of micro-batches, is compared.
+        "max_memory",
         "num_threads",
         "ddp_timeout",
         "logging_steps",

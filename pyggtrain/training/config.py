@@ -13,6 +13,7 @@ import inspect
 import itertools
 import json
 import math
+import re
 import sys
 import types
 import typing
@@ -100,8 +101,9 @@ class TrainConfig:
     """Passes over the training rows; may be a fraction. `max_steps` wins over it."""
     max_steps: int | None = None
     """Number of optimiser steps."""
-    per_device_train_batch_size: int = 2
-    """Rows (conversations) in one micro-batch. They lie one after another without padding and never see one another."""
+    per_device_train_batch_size: int | None = None
+    """Rows (conversations) in one micro-batch. They lie one after another without padding and never see one another.
+    Unset: 2, or with `max_memory` as many as are fastest within it, the rows of a step staying the same."""
     gradient_accumulation_steps: int = 4
     """Micro-batches in one optimiser step. The loss is the mean over all learnt tokens of the step, however they are
     cut up."""
@@ -150,6 +152,9 @@ class TrainConfig:
     ("layers"), or, on a GPU, let them wait in the host's memory ("offload")."""
     cuda_graphs: bool = True
     """On a GPU, launch the forward and backward of short micro-batches as one CUDA graph for each shape."""
+    max_memory: str | None = None
+    """Most memory that training may take, like 16GiB or 800MiB: of the GPU, or on a CPU all that the process holds,
+    base file included. The fastest setting that stays below is taken; a run that oversteps it stops with an error."""
     num_threads: int = 0
     """CPU threads; 0 takes all cores this process may use. Another number may change the last bits of a result."""
     ddp_timeout: int = 600
@@ -198,7 +203,12 @@ class TrainConfig:
     @property
     def step_rows(self) -> int:
         """Rows of one full optimiser step."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return self.micro_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of one micro-batch."""
+        return self.per_device_train_batch_size or _DEFAULT_MICRO_BATCH_SIZE
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON / YAML values; `build_config(config.to_dict())` gives them back."""
@@ -206,6 +216,8 @@ class TrainConfig:
             name: list(value) if isinstance(value, tuple) else copy.copy(value) for name, value in vars(self).items()
         }
 
+
+_DEFAULT_MICRO_BATCH_SIZE = 2
 
 ALIASES = {
     "max_length": "max_seq_length",
@@ -304,6 +316,14 @@ def build_config(settings: Mapping[str, Any], base: "str | Path | TrainConfig | 
     if mistakes:
         raise _config_error(mistakes)
     return config
+
+
+def size_in_bytes(text: str) -> int | None:
+    """Return what a size like "16GiB", "1.5 GB" or "800MiB" is in bytes, None if it is none."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", text)
+    if found is None or float(found[1]) == 0:
+        return None
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2]) + 1))
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
@@ -473,6 +493,7 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "adam_epsilon": _ABOVE_0,
     "max_grad_norm": _AT_LEAST_0,
     "max_seq_length": (lambda value: value >= 2, "2 or more, since a token is learnt from the one before it"),
+    "max_memory": (lambda value: size_in_bytes(value) is not None, "a size, like 16GiB or 800MiB"),
     "num_threads": _AT_LEAST_0,
     "ddp_timeout": _AT_LEAST_1,
     "seed": (lambda value: 0 <= value < 2**63, "0 to 2^63 - 1"),

@@ -1,153 +1,326 @@
-"""How much memory a run will need, measured on the model itself before training, and the checkpoint policy that fits.
+"""How much memory a run will need, told before anything is loaded, and the fastest setting that fits.
 
-No formula knows every architecture. So one small micro-batch goes forward and backward while every tensor that torch
-makes is counted. The count is proportional to the tokens (SmolLM2-135M, all policies: 64 and 128 tokens give the same
-bytes for a token to 0.01 %). This also proves before step 1 that backward works for every layer of this model on this
-device.
+On a CPU the need is not estimated by a formula: the run's own first steps are rehearsed without memory
+(`training.rehearse`). What the C library's allocator holds beyond that is a measured share (docs/plan.md).
 """
 
 import contextlib
 import ctypes
 import sys
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.nn import POLICIES, Batch, Model
-from pyggtrain.ops import workspace
-from pyggtrain.ops.linear_cross_entropy import default_chunk
+from pyggtrain.training.config import TrainConfig, size_in_bytes
+from pyggtrain.training.objectives import Document, Objective
+from pyggtrain.training.rehearse import ACTIVATIONS, ADAPTER, BASE, GRADIENTS, OPTIMISER, Rehearsal
 
-_PROBE_TOKENS = 32
 # glibc's malloc.h, and the largest threshold that it takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MAX_MMAP_THRESHOLD = 32 << 20
-# How much more than the tensors the C library's allocator holds on to. Measured with glibc and SmolLM2-135M, 512
-# tokens: 1.21 to 1.95 times for tensors below 32 MiB; larger ones, as larger models have, go back to the system at
-# once.
-_ALLOCATOR_FACTOR = 1.25
+# Policy -> (mmap threshold, trim threshold) of the C library. 128 KiB is glibc's own trim threshold.
+_THRESHOLDS = {"layers": (1 << 20, 128 << 10)}
+_KEEPING = (_MAX_MMAP_THRESHOLD, 1 << 30)
+# What malloc holds beyond what is in use: holes that fit no later block, as a share of all that comes and goes
+# (docs/plan.md).
+_ALLOCATOR_SHARE = {"none": 0.25, "matmuls": 0.55, "layers": 0.2}
+# Tokens of the two micro-batches that are measured on a GPU.
+_PROBE_TOKENS = 128, 512
+# What a first step brings in besides tensors: code of the libraries, buffers of the matrix products.
+_FIRST_STEP_BYTES = 24 << 20
 # Share of the free memory that may be planned for; the rest is for what other programs take meanwhile.
 _USABLE = 0.9
+ALLOCATOR, PROGRAM = "allocator", "program"
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes at the peak of a step.
+    """Bytes at the peak of a run with one setting.
 
     Attributes:
         policy: which activations are kept, see `nn.checkpointing`.
+        micro_batch_size: rows of a micro-batch.
         num_tokens: of the longest micro-batch.
-        base_bytes: the base file, mapped (CPU) or uploaded (GPU).
-        adapter_bytes: weights, gradients and two moments of the adapter.
-        activation_bytes: everything else that torch holds at the peak of the longest micro-batch.
-        buffer_bytes: dequantised rows and logits of one chunk.
+        device_type: "cpu" or "cuda".
+        parts: name -> bytes, all at the moment when they are the most together.
+        limit_bytes: what the user allows; None: no limit was set.
         free_bytes: free memory of the device when it was planned; None if the system does not tell.
     """
 
     policy: str
+    micro_batch_size: int
     num_tokens: int
-    base_bytes: int
-    adapter_bytes: int
-    activation_bytes: int
-    buffer_bytes: int
+    device_type: str
+    parts: dict[str, int]
+    limit_bytes: int | None
     free_bytes: int | None
 
     @property
     def total_bytes(self) -> int:
-        """All of it; the program itself (Python and torch, 300 MiB or so) comes on top."""
-        return self.base_bytes + self.adapter_bytes + self.activation_bytes + self.buffer_bytes
+        """All of it: what the process holds on a CPU (its largest resident set), or what torch holds on a GPU."""
+        return sum(self.parts.values())
+
+    @property
+    def new_bytes(self) -> int:
+        """What the run will take from the free memory. On a CPU the program is there already, and the pages of the base
+        file give way.
+        """
+        held = (BASE, PROGRAM) if self.device_type == "cpu" else ()
+        return self.total_bytes - sum(self.parts.get(name, 0) for name in held)
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much more memory the setting needs than it may have; 0: it fits."""
+        over_limit = 0 if self.limit_bytes is None else self.total_bytes - self.limit_bytes
+        over_free = 0 if self.free_bytes is None else self.new_bytes - int(_USABLE * self.free_bytes)
+        return max(0, over_limit, over_free)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it stays below the limit and within the free memory."""
+        return self.missing_bytes == 0
 
     def need(self) -> str:
         """What the longest micro-batch takes, as a sentence without its end."""
-        need = mib(self.total_bytes - self.base_bytes)
-        return f"A micro-batch of {self.num_tokens} tokens needs about {need} with gradient_checkpointing={self.policy}"
+        return (
+            f"A micro-batch of {self.num_tokens} tokens needs about {mib(self.new_bytes)} "
+            f"({mib(self.total_bytes)} in all) with gradient_checkpointing={self.policy}"
+        )
+
+    def bounds(self) -> str:
+        """What it may take, as a part of a sentence."""
+        free = "" if self.free_bytes is None else f"free are {mib(self.free_bytes)}"
+        limit = "" if self.limit_bytes is None else f"max_memory is {mib(self.limit_bytes)}"
+        return ", ".join(filter(None, (free, limit)))
 
     def advice(self) -> str:
         """What to lower when that is too much."""
         other = "" if self.policy == "layers" else ", or set gradient_checkpointing to layers"
         return f"Lower per_device_train_batch_size, max_seq_length or r{other}."
 
-    @property
-    def fits(self) -> bool:
-        """Whether it lies within the free memory. The base file does not count: it is loaded or gives way."""
-        return (
-            self.free_bytes is None
-            or _ALLOCATOR_FACTOR * (self.total_bytes - self.base_bytes) <= _USABLE * self.free_bytes
-        )
+
+class Need(Protocol):
+    """What tells how much memory a micro-batch needs. A device that plans in its own way has its own."""
+
+    def parts(self, policy: str, documents: Sequence[Document]) -> dict[str, int]:
+        """Name -> bytes at the peak of a step, all at the same moment.
+
+        Args:
+            policy: see `nn.checkpointing`.
+            documents: of the longest micro-batch.
+        """
+        ...
+
+
+class RehearsedNeed:
+    """A CPU's: the rehearsed step, the holes of the C library's allocator, and the program beside them."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self._rehearsal = rehearsal
+        self._program_bytes = _program_bytes()
+
+    def parts(self, policy: str, documents: Sequence[Document]) -> dict[str, int]:
+        """See `Need`."""
+        trace = self._rehearsal.trace(policy, documents)
+        parts = trace.peak()
+        if _mallopt() is not None:
+            passing = sum(num_bytes for name, num_bytes in parts.items() if name not in (ADAPTER, OPTIMISER))
+            parts[ALLOCATOR] = round(_ALLOCATOR_SHARE[policy] * passing)
+        parts[BASE] = parts.get(BASE, 0) + self._rehearsal.base_bytes
+        parts[PROGRAM] = self._program_bytes
+        return parts
+
+
+class MeasuredNeed:
+    """A GPU's: two short micro-batches run on the loaded model; what torch's allocator counts grows with the tokens.
+
+    Args:
+        objective: of the loaded model, with its adapter attached.
+        parameters: that are trained.
+        device: of the model.
+    """
+
+    def __init__(self, objective: Objective, model: Model, device: torch.device) -> None:
+        self._objective, self._model, self._device = objective, model, device
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._adapter_bytes = 4 * sum(parameter.numel() for parameter in self._parameters)
+        self._base_bytes = torch.cuda.memory_allocated(device) - self._adapter_bytes
+
+    def parts(self, policy: str, documents: Sequence[Document]) -> dict[str, int]:
+        """See `Need`."""
+        self._model.checkpoint_policy = policy
+        few, many = _PROBE_TOKENS
+        peaks = [self._peak_bytes(documents, num_tokens) for num_tokens in _PROBE_TOKENS]
+        per_token = (peaks[1] - peaks[0]) / (many - few)
+        num_tokens = sum(len(ids) for ids, _ in documents)
+        return {
+            BASE: self._base_bytes,
+            ADAPTER: self._adapter_bytes,
+            GRADIENTS: self._adapter_bytes,
+            OPTIMISER: 2 * self._adapter_bytes,
+            ACTIVATIONS: max(0, round(peaks[0] + per_token * (num_tokens - few))),
+        }
+
+    def _peak_bytes(self, documents: Sequence[Document], num_tokens: int) -> int:
+        """What a micro-batch of so many tokens takes at its peak, gradients left out."""
+        length = num_tokens // len(documents)
+        repeated = [(ids, -(-length // len(ids))) for ids, _ in documents]
+        rows = [(list(ids) * times)[:length] for ids, times in repeated]
+        batch = Batch.from_documents([(row, row) for row in rows]).to(self._device)
+        # Gradients have to be there already: made one by one during backward they would hide in the activations.
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        self._objective.loss(batch)[0].backward()  # type: ignore[no-untyped-call]
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        for parameter in self._parameters:
+            parameter.grad = None
+        return peak
+
+
+class Planner:
+    """Plans for one model, adapter and device.
+
+    Args:
+        need: what tells how much memory a micro-batch needs.
+        config: settings; "auto" and unset ones are the planner's to choose.
+        device: where the run computes.
+        longest: number of rows -> rows of the longest micro-batch of so many.
+    """
+
+    def __init__(
+        self,
+        need: Need,
+        config: TrainConfig,
+        device: torch.device,
+        longest: Callable[[int], Sequence[Document]],
+    ) -> None:
+        self._need, self._config, self._device, self._longest = need, config, device, longest
+        self._plans: dict[tuple[str, int], MemoryPlan] = {}
+        self._limit_bytes = None if config.max_memory is None else size_in_bytes(config.max_memory)
+        self._free_bytes = free_memory_bytes(device)
+
+    @cached_property
+    def settings(self) -> list[tuple[str, int]]:
+        """(policy, rows of a micro-batch) that the planner may choose from, the fastest first."""
+        chosen = self._config.gradient_checkpointing
+        policies = POLICIES if chosen == "auto" else (chosen,)
+        pairs = [(policy, size) for policy in policies for size in self._micro_batch_sizes()]
+        return sorted(pairs, key=lambda pair: relative_time(pair[0], self._num_tokens(pair[1]), self._device.type))
+
+    def plan(self, policy: str, micro_batch_size: int) -> MemoryPlan:
+        """What a setting needs."""
+        key = policy, micro_batch_size
+        if key not in self._plans:
+            documents = self._longest(micro_batch_size)
+            self._plans[key] = MemoryPlan(
+                policy=policy,
+                micro_batch_size=micro_batch_size,
+                num_tokens=sum(len(ids) for ids, _ in documents),
+                device_type=self._device.type,
+                parts=self._need.parts(policy, documents),
+                limit_bytes=self._limit_bytes,
+                free_bytes=self._free_bytes,
+            )
+        return self._plans[key]
+
+    def fastest(self) -> MemoryPlan | None:
+        """The fastest setting that fits, None if none does."""
+        return next((plan for setting in self.settings if (plan := self.plan(*setting)).fits), None)
+
+    def choose(self) -> MemoryPlan:
+        """The fastest setting that fits.
+
+        Raises:
+            UnsupportedError: none does; says what the leanest one needs and what to lower.
+        """
+        chosen = self.fastest()
+        if chosen is not None:
+            return chosen
+        leanest = min((self.plan(*setting) for setting in self.settings), key=lambda plan: plan.missing_bytes)
+        raise UnsupportedError(f"{leanest.need()}; {leanest.bounds()}. {leanest.advice()}")
+
+    def _micro_batch_sizes(self) -> list[int]:
+        config = self._config
+        if config.max_memory is None or config.per_device_train_batch_size is not None:
+            return [config.micro_batch_size]
+        # Rows of a step stay as they are: only how they are cut up is free, and the result does not depend on it.
+        return [size for size in range(config.step_rows, 0, -1) if config.step_rows % size == 0]
+
+    def _num_tokens(self, micro_batch_size: int) -> int:
+        return sum(len(ids) for ids, _ in self._longest(micro_batch_size))
+
+
+# Time of a step by policy, relative to "none" (docs/plan.md, measured).
+_POLICY_TIME = {"none": 1.0, "matmuls": 1.07, "offload": 1.22, "layers": 1.33}
+# Tokens that take as long as what each micro-batch costs beside its tokens: every weight is decoded anew.
+_OVERHEAD_TOKENS = {"cpu": 64, "cuda": 220}
+
+
+def relative_time(policy: str, num_tokens: int, device_type: str) -> float:
+    """Expected time of a token in a setting, 1 without recomputing in endless micro-batches. Only the order counts."""
+    return _POLICY_TIME[policy] * (1 + _OVERHEAD_TOKENS[device_type] / num_tokens)
+
+
+class MemoryGuard:
+    """Tells when a run takes more than it may.
+
+    On a GPU the allocator itself refuses. A CPU process has no such border: RLIMIT_AS counts the mapped base file and
+    address space that is never used, so a limit there would stop runs that fit, and past the real memory the system
+    swaps without a word. So the process's own largest size is read after each step.
+
+    Args:
+        limit_bytes: most resident memory; None: no limit.
+        device: where the run computes.
+    """
+
+    def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
+        self._limit_bytes = limit_bytes if device.type == "cpu" and sys.platform == "linux" else None
+        if self._limit_bytes is not None:
+            # Forget what loading took: the kernel begins a new maximum here.
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def excess(self) -> str | None:
+        """A sentence on what was overstepped, None if nothing was."""
+        if self._limit_bytes is None:
+            return None
+        status = _status()
+        held = status["VmHWM"] + status.get("VmSwap", 0)
+        if held <= self._limit_bytes:
+            return None
+        swapped = f", {mib(status['VmSwap'])} of it swapped out" if status.get("VmSwap") else ""
+        return f"The process took {mib(held)}{swapped}, max_memory is {mib(self._limit_bytes)}."
+
+
+def limit_device_memory(max_memory: str | None, device: torch.device) -> None:
+    """Make torch's allocator refuse what goes beyond `max_memory` on a GPU; on a CPU `MemoryGuard` watches."""
+    limit_bytes = None if max_memory is None else size_in_bytes(max_memory)
+    if limit_bytes is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
 
 def tune_allocator(policy: str) -> None:
     """Make glibc's allocator fit a checkpoint policy, for this process; with another C library nothing happens.
 
     A step makes and frees thousands of blocks of some MiB. Given back to the system and taken again, each costs its
-    page
-    faults: with blocks of 1 MiB returned at once, a step of 1024 tokens took 5.9 s instead of 4.4 (SmolLM2-135M, two
-    threads). So freed memory is kept for the next step, but under "layers", which is chosen where memory is short:
+    page faults: with blocks of 1 MiB returned at once, a step of 1024 tokens took 5.9 s instead of 4.4 (SmolLM2-135M,
+    two threads). So freed memory is kept for the next step, but under "layers", which is chosen where memory is short:
     there it goes back, and the same step peaks at 465 MiB instead of 708.
     """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _mallopt()
     if mallopt is None:
         return
-    if policy == "layers":
-        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-    else:
-        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
-        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-
-
-def plan_memory(
-    model: Model,
-    row: Sequence[int],
-    *,
-    policy: str,
-    num_tokens: int,
-    num_parameters: int,
-    num_vocab: int,
-    base_bytes: int,
-    device: torch.device,
-) -> MemoryPlan:
-    """Measure what a token costs and predict the peak; set the model's checkpoint policy.
-
-    Args:
-        model: with its adapter attached.
-        row: token ids of a training row.
-        policy: one of `nn.checkpointing.POLICIES`, or "auto": the fastest that fits.
-        num_tokens: of the longest micro-batch of the run.
-        num_parameters: trained numbers.
-        num_vocab: width of the logits.
-        base_bytes: size of the base file.
-        device: of the model.
-
-    Raises:
-        UnsupportedError: a step does not fit whatever the policy; says what to lower.
-    """
-    free_bytes = free_memory_bytes(device)
-    chunk_bytes = 4 * num_vocab * min(num_tokens, default_chunk(num_vocab, num_tokens))
-    plan = None
-    for candidate in POLICIES if policy == "auto" else (policy,):
-        model.checkpoint_policy = candidate
-        per_token = _peak_bytes(model, row, device) / _PROBE_TOKENS
-        plan = MemoryPlan(
-            policy=candidate,
-            num_tokens=num_tokens,
-            base_bytes=base_bytes,
-            adapter_bytes=16 * num_parameters,
-            activation_bytes=round(per_token * num_tokens),
-            buffer_bytes=chunk_bytes + workspace.limit_bytes(),
-            free_bytes=free_bytes,
-        )
-        if plan.fits:
-            return plan
-    assert plan is not None and free_bytes is not None
-    raise UnsupportedError(f"{plan.need()}; free are {mib(free_bytes)}. {plan.advice()}")
+    mmap_threshold, trim_threshold = _THRESHOLDS.get(policy, _KEEPING)
+    mallopt(_M_MMAP_THRESHOLD, mmap_threshold)
+    mallopt(_M_TRIM_THRESHOLD, trim_threshold)
 
 
 @contextlib.contextmanager
@@ -186,53 +359,17 @@ def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages made while it is active; those of `known` tensors are there already."""
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = self.peak_bytes = 0
-        self._alive = {tensor.untyped_storage().data_ptr() for tensor in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        address, num_bytes = storage.data_ptr(), storage.nbytes()
-        if num_bytes == 0 or address in self._alive:
-            return
-        self._alive.add(address)
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._forget, address, num_bytes)
-
-    def _forget(self, address: int, num_bytes: int) -> None:
-        self._alive.discard(address)
-        self.live_bytes -= num_bytes
+def _program_bytes() -> int:
+    """What the process holds before the model is loaded and will hold of code and buffers beside it; 0 if unknown."""
+    return _status()["VmRSS"] + _FIRST_STEP_BYTES if sys.platform == "linux" else 0
 
 
-def _peak_bytes(model: Model, row: Sequence[int], device: torch.device) -> int:
-    """Return the peak of tensors made by forward and backward over a few tokens of `row`."""
-    ids = (list(row) * -(-_PROBE_TOKENS // len(row)))[:_PROBE_TOKENS]
-    batch = Batch.from_documents([(ids, ids)]).to(device)
-    # Gradients have to be there already: made one by one during backward they would hide when the peak of the
-    # activations is.
-    gradients = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        parameter.grad = gradient
-    known = [*model.parameters(), *model.buffers()]
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        model.loss(batch)[0].backward()  # type: ignore[no-untyped-call]
-        peak = torch.cuda.max_memory_allocated(device) - before
-    else:
-        with _LiveBytes([*known, *gradients]) as live:
-            model.loss(batch)[0].backward()  # type: ignore[no-untyped-call]
-        peak = live.peak_bytes
-    model.zero_grad(set_to_none=True)
-    return peak
+def _status() -> dict[str, int]:
+    """Sizes of this process in bytes, as Linux names them: VmRSS, VmHWM, VmSwap, ..."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith(" kB")}
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    """glibc's mallopt, None with another C library."""
+    return None if sys.platform != "linux" else getattr(ctypes.CDLL(None), "mallopt", None)

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -26,12 +26,22 @@ from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.data import RunData, load_data
 from pyggtrain.training.init_adapter import read_init_adapter, taken_over
-from pyggtrain.training.memory import MemoryPlan, mib, plan_memory, tune_allocator
-from pyggtrain.training.objectives import OBJECTIVES
+from pyggtrain.training.memory import (
+    MeasuredNeed,
+    MemoryGuard,
+    MemoryPlan,
+    Planner,
+    RehearsedNeed,
+    limit_device_memory,
+    mib,
+    tune_allocator,
+)
+from pyggtrain.training.objectives import OBJECTIVES, Document, Objective, Row
 from pyggtrain.training.optimizers import check_optimizer
 from pyggtrain.training.output import OutputFiles, check_free_space, check_output
 from pyggtrain.training.processes import Processes, join_processes
 from pyggtrain.training.progress import Progress
+from pyggtrain.training.rehearse import Rehearsal
 from pyggtrain.training.schedule import num_warmup_steps
 from pyggtrain.training.trackers import Together, check_trackers, make_trackers
 from pyggtrain.training.trainer import Trainer
@@ -98,7 +108,7 @@ class Preparation:
             "rows": f"{len(data.rows)} to train on, {len(data.held_out)} held out; "
             f"at most {self.max_length} tokens each",
             "method": _method_text(config),
-            "steps": f"{num_steps} of {step_rows} rows ({shares}{config.per_device_train_batch_size} x "
+            "steps": f"{num_steps} of {step_rows} rows ({shares}{config.micro_batch_size} x "
             f"{config.gradient_accumulation_steps}), {num_steps * step_rows / len(data.rows):.2f} epochs",
             "rate": f"{config.learning_rate:g}, {config.lr_scheduler_type}, "
             f"{num_warmup_steps(config, num_steps)} steps of warm-up",
@@ -135,24 +145,22 @@ class Preparation:
             progress=Together([progress, *make_trackers(config, self.files)]),
             processes=self.processes,
             check_base=self.base.check_unchanged,
+            memory_excess=MemoryGuard(self.memory.limit_bytes, self.device).excess,
         )
 
     def _memory_text(self) -> str:
         plan = self.memory
-        text = (
-            f"about {mib(plan.total_bytes)}: base file {mib(plan.base_bytes)}, adapter {mib(plan.adapter_bytes)}, "
-            f"activations of {plan.num_tokens} tokens {mib(plan.activation_bytes)} ({plan.policy}), "
-            f"buffers {mib(plan.buffer_bytes)}"
-        )
-        return text if plan.free_bytes is None else f"{text}; free {mib(plan.free_bytes)}"
+        parts = ", ".join(f"{name} {mib(num_bytes)}" for name, num_bytes in plan.parts.items() if num_bytes)
+        text = f"about {mib(plan.total_bytes)} with {plan.num_tokens} tokens at a time, {plan.policy}: {parts}"
+        return f"{text}; {plan.bounds()}" if plan.bounds() else text
 
 
 def prepare(config: TrainConfig) -> Preparation:
-    """Check paths, read data, load the model, attach the adapter, measure memory. Writes nothing.
+    """Check paths, read data, plan memory, load the model, attach the adapter. Writes nothing.
 
     Raises:
         OutputError: the output would overwrite something, or cannot be written.
-        GGUFError, UnsupportedError: the base file, or a weight that an adapter cannot train.
+        GGUFError, UnsupportedError: the base file, a weight that an adapter cannot train, a step that fits nowhere.
         DataError: the data.
         ConfigError: settings that do not fit model, data, device or installation.
         ProcessLostError: the run has several processes, and not all of them came.
@@ -173,8 +181,13 @@ def prepare(config: TrainConfig) -> Preparation:
     check_vocabulary(base.path)
     check_finite(base, num_threads=torch.get_num_threads())
     tokenizer = Tokenizer.from_gguf(config.model)
-    max_length = _max_length(config, base)
+    max_length = longest_row(config, base)
     data = load_data(config, tokenizer, max_length=max_length, started=datetime.fromisoformat(started))
+    limit_device_memory(config.max_memory, device)
+    # An adapter to start from brings its own ranks, which are known when it is read.
+    planned = None if config.init_adapter else _planned(config, base, device, [*data.rows, *data.held_out])
+    if planned is not None:
+        tune_allocator(planned.policy)
     model = models.load(
         base,
         implementation=config.model_impl,
@@ -190,19 +203,14 @@ def prepare(config: TrainConfig) -> Preparation:
         restore(adapter, start)
     model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
+    memory = planned or _measured(config, model, device, [*data.rows, *data.held_out])
+    model.checkpoint_policy = memory.policy
     check_free_space(files, adapter.num_parameters, keeps_best=config.load_best_model_at_end)
-    lengths = sorted(row.num_tokens for row in [*data.rows, *data.held_out])
-    memory = plan_memory(
-        model,
-        max(data.rows, key=lambda row: row.num_tokens).input_ids,
-        policy=config.gradient_checkpointing,
-        num_tokens=sum(lengths[-config.per_device_train_batch_size :]),
-        num_parameters=adapter.num_parameters,
-        num_vocab=tokenizer.num_tokens,
-        base_bytes=base.file_bytes,
-        device=device,
+    config = replace(
+        config,
+        per_device_train_batch_size=memory.micro_batch_size,
+        gradient_accumulation_steps=config.step_rows // memory.micro_batch_size,
     )
-    tune_allocator(memory.policy)
     return Preparation(
         config, files, base, tokenizer, device, max_length, data, model, adapter, memory, checkpoint, started, processes
     )
@@ -258,7 +266,8 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _max_length(config: TrainConfig, base: GGUFFile) -> int:
+def longest_row(config: TrainConfig, base: GGUFFile) -> int:
+    """Tokens of the longest row that may be trained on: the setting, or the model's context if that is shorter."""
     context_length = base.metadata.get(f"{base.architecture}.context_length")
     return min(config.max_seq_length, context_length) if isinstance(context_length, int) else config.max_seq_length
 
@@ -269,6 +278,25 @@ def _method_text(config: TrainConfig) -> str:
         text += f", noise on embeddings {config.neftune_noise_alpha:g}"
     ratio = "" if config.loraplus_lr_ratio == 1 else f", lora_b {config.loraplus_lr_ratio:g} times faster"
     return f"{text}; {config.optim}{ratio}"
+
+
+def _planned(config: TrainConfig, base: GGUFFile, device: torch.device, rows: Sequence[Row]) -> MemoryPlan | None:
+    """The plan made from the header alone; None on a GPU, where it is measured once the model is there."""
+    if device.type == "cuda":
+        return None
+    rehearsal = Rehearsal(base, config, lora_config(config))
+    return Planner(RehearsedNeed(rehearsal), config, device, _longest(rows, rehearsal.objective)).choose()
+
+
+def _measured(config: TrainConfig, model: Model, device: torch.device, rows: Sequence[Row]) -> MemoryPlan:
+    objective = OBJECTIVES[config.method](model, config)
+    return Planner(MeasuredNeed(objective, model, device), config, device, _longest(rows, objective)).choose()
+
+
+def _longest(rows: Sequence[Row], objective: Objective) -> Callable[[int], list[Document]]:
+    """The longest micro-batch of so many rows."""
+    ordered = sorted(rows, key=lambda row: row.num_tokens, reverse=True)
+    return lambda size: [document for row in ordered[:size] for document in objective.documents(row)]
 
 
 def _kind(tensor: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pyggtrain.errors import UnsupportedError
 from pyggtrain.training.batches import Batches
 from pyggtrain.training.checkpoint import Checkpoint, Origin, check_same_run, save_checkpoint
 from pyggtrain.training.config import TrainConfig
@@ -75,6 +76,7 @@ class Trainer:
         progress: told about each step.
         processes: that share the micro-batches of each step; the first one writes and tells.
         check_base: raises if the base file has changed; asked before each step and before its state is kept.
+        memory_excess: asked after each step; says what was overstepped if the run takes more memory than it may.
 
     Raises:
         ConfigError: the rows or the held-out rows do not fit the settings.
@@ -98,6 +100,7 @@ class Trainer:
         progress: Progress,
         processes: Processes | None = None,
         check_base: Callable[[], None] = lambda: None,
+        memory_excess: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.check_base = check_base
         objective.check([*rows[:1], *held_out[:1]])
@@ -121,6 +124,7 @@ class Trainer:
         )
         self.started, self.resume_from = started, resume_from
         self._loss = math.nan
+        self.memory_excess = memory_excess
 
     def run(self) -> TrainSummary:
         """Train to the last step, or until the held-out loss says that it is enough; the parameters then hold what is
@@ -129,6 +133,7 @@ class Trainer:
         Raises:
             TrainingInterrupted: Ctrl-C or SIGTERM; the checkpoint is written and names no half-done step.
             NonFiniteError: gradients stayed not finite.
+            UnsupportedError: the run took more memory than it may; the checkpoint is written.
             ConfigError: the checkpoint to resume from belongs to another run, or the processes differ.
             OutputError: metrics or checkpoint cannot be written.
             ProcessLostError: another process ended.
@@ -144,8 +149,14 @@ class Trainer:
                 while done < self.num_steps and not self.evaluations.is_over:
                     done = self._step(done, stop_requested, log)
                     self._evaluate(done, stop_requested)
-                    if self._is_end(done) or _is_due(self.config.save_steps, done):
+                    excess = self.memory_excess()
+                    if self._is_end(done) or excess is not None or _is_due(self.config.save_steps, done):
                         self._save(done)
+                    if excess is not None and not self._is_end(done):
+                        raise UnsupportedError(
+                            f"{excess} Stopped after step {done} of {self.num_steps}; the state is in "
+                            f"{self.files.checkpoint}. Allow more and continue with --resume."
+                        )
                 if self.processes.any(stop_requested()):
                     raise StopRequested
         except StopRequested:

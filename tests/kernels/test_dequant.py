@@ -10,6 +10,8 @@ from pyggtrain.kernels.dequant import DECODERS, dequantize
 from pyggtrain.kernels.dequant.grids import GRIDS
 from pyggtrain.kernels.reference import dequant as reference
 from pyggtrain.kernels.reference.cases import DEQUANTIZE_CASES, DequantizeCase, random_blocks
+from pyggtrain.kernels.reference.checks import CHECKS, Check
+from pyggtrain.kernels.reference.comparison import same_bits
 
 from pyggtrain.errors import UnsupportedError
 
@@ -26,18 +28,12 @@ def ggml_values(blocks: torch.Tensor, type: str) -> torch.Tensor:
     return out
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal to the last bit: tells -0 from +0."""
-    integers = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
-
-
 @TYPES
 @CASES
 def test_reference_equals_ggml(type: str, case: DequantizeCase) -> None:
     columns = case.row_blocks * DECODERS[type].block_size
     blocks = random_blocks(type, case.rows, columns, generator=torch.Generator().manual_seed(0))
-    assert same_bits(reference.dequantize(blocks, type, dtype=torch.float32), ggml_values(blocks, type))
+    assert same_bits("", reference.dequantize(blocks, type, dtype=torch.float32), ggml_values(blocks, type)).passed
 
 
 @TYPES
@@ -53,18 +49,11 @@ def test_reference_equals_gguf_package(type: str) -> None:
     )
 
 
-@TYPES
-@CASES
-def test_kernel_equals_reference(
-    type: str, case: DequantizeCase, device: torch.device, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    columns = case.row_blocks * DECODERS[type].block_size
-    blocks = random_blocks(type, case.rows, columns, generator=torch.Generator(device).manual_seed(2))
+@pytest.mark.parametrize("check", CHECKS["dequantize"], ids=lambda check: check.id)
+def test_kernel_equals_reference(check: Check, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
     for dtype in dtypes:
-        padded = torch.empty(case.rows, columns + case.out_padding, dtype=dtype, device=device)
-        out = dequantize(blocks, type, out=padded[:, :columns])
-        assert same_bits(out, reference.dequantize(blocks, type, dtype=dtype)), dtype
-        assert padded[:, columns:].isnan().all(), "wrote beyond the row"
+        for comparison in check.run(dtype, device):
+            assert comparison.passed, (dtype, comparison)
 
 
 @TYPES

@@ -1,50 +1,18 @@
 import pytest
 import torch
 from pyggtrain.kernels.reference import rms_norm as reference
-from pyggtrain.kernels.reference.cases import ROW_CASES, RowCase, assert_as_close_as_torch, random_rows
+from pyggtrain.kernels.reference.cases import RowCase, random_rows
+from pyggtrain.kernels.reference.checks import CHECKS, EPS, Check
 from pyggtrain.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 
-CASES = pytest.mark.parametrize("case", ROW_CASES, ids=lambda case: case.id)
-RESIDUAL = pytest.mark.parametrize("has_residual", [False, True], ids=["plain", "residual"])
-EPS = 1e-5
 
-
-@CASES
-@RESIDUAL
-def test_forward_is_as_close_to_float64_as_torch(
-    case: RowCase, has_residual: bool, device: torch.device, dtypes: tuple[torch.dtype, ...]
+@pytest.mark.parametrize("check", CHECKS["rms_norm"], ids=lambda check: check.id)
+def test_forward_and_backward_are_as_close_to_float64_as_torch(
+    check: Check, device: torch.device, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     for dtype in dtypes:
-        x, residual = random_rows(case, 2, dtype, device)
-        weight = torch.rand(case.width, device=device) + 0.5
-        y, s, inverse_rms = rms_norm_forward(x, weight, eps=EPS, residual=residual if has_residual else None)
-        expected, expected_s, expected_inverse = reference.rms_norm_forward(
-            x, weight, eps=EPS, residual=residual if has_residual else None
-        )
-        assert torch.equal(s, expected_s)
-        plain = torch.nn.functional.rms_norm(s, (case.width,), weight.to(dtype), EPS)
-        assert_as_close_as_torch(y, plain, expected)
-        torch.testing.assert_close(inverse_rms.double(), expected_inverse, rtol=1e-6, atol=0)
-
-
-@CASES
-@RESIDUAL
-def test_backward_is_as_close_to_float64_as_torch(
-    case: RowCase, has_residual: bool, device: torch.device, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    for dtype in dtypes:
-        s, dy, d_residual = random_rows(case, 3, dtype, device)
-        weight = torch.rand(case.width, device=device) + 0.5
-        inverse_rms = reference.rms_norm_forward(s, weight, eps=EPS)[2].float()
-        ds = rms_norm_backward(dy, s, weight, inverse_rms, d_residual=d_residual if has_residual else None)
-        expected = reference.rms_norm_backward(
-            dy, s, weight, inverse_rms, d_residual=d_residual if has_residual else None
-        )
-        leaf = s.detach().clone().requires_grad_()
-        (plain,) = torch.autograd.grad(
-            torch.nn.functional.rms_norm(leaf, (case.width,), weight.to(dtype), EPS), leaf, dy
-        )
-        assert_as_close_as_torch(ds, plain + d_residual if has_residual else plain, expected)
+        for comparison in check.run(dtype, device):
+            assert comparison.passed, (dtype, comparison)
 
 
 def test_results_may_overwrite_their_sources(device: torch.device) -> None:

@@ -1,35 +1,18 @@
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from pyggtrain.kernels.reference import swiglu as reference
-from pyggtrain.kernels.reference.cases import ROW_CASES, RowCase, assert_as_close_as_torch, random_rows
+from pyggtrain.kernels.reference.cases import RowCase, random_rows
+from pyggtrain.kernels.reference.checks import CHECKS, Check
 from pyggtrain.kernels.swiglu import swiglu_backward, swiglu_forward
 
-CASES = pytest.mark.parametrize("case", ROW_CASES, ids=lambda case: case.id)
 
-
-@CASES
-def test_forward_is_as_close_to_float64_as_torch(
-    case: RowCase, device: torch.device, dtypes: tuple[torch.dtype, ...]
+@pytest.mark.parametrize("check", CHECKS["swiglu"], ids=lambda check: check.id)
+def test_forward_and_backward_are_as_close_to_float64_as_torch(
+    check: Check, device: torch.device, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     for dtype in dtypes:
-        gate, up = random_rows(case, 2, dtype, device)
-        assert_as_close_as_torch(swiglu_forward(gate, up), F.silu(gate) * up, reference.swiglu_forward(gate, up))
-
-
-@CASES
-def test_backward_is_as_close_to_float64_as_torch(
-    case: RowCase, device: torch.device, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    for dtype in dtypes:
-        gate, up, dy = random_rows(case, 3, dtype, device)
-        results = swiglu_backward(dy, gate, up)
-        expected = reference.swiglu_backward(dy, gate, up)
-        leaves = [tensor.detach().clone().requires_grad_() for tensor in (gate, up)]
-        y = F.silu(leaves[0]) * leaves[1]
-        plain = [*torch.autograd.grad(y, leaves, dy), y.detach()]
-        for result, torchs, exact in zip(results, plain, expected, strict=True):
-            assert_as_close_as_torch(result, torchs, exact)
+        for comparison in check.run(dtype, device):
+            assert comparison.passed, (dtype, comparison)
 
 
 def test_backward_may_overwrite_its_sources(device: torch.device) -> None:

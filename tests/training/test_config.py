@@ -13,6 +13,7 @@ from pyggtrain.training.config import (
     field_docs,
     field_types,
     read_config_file,
+    size_in_bytes,
 )
 
 NEEDED = {"model": "m.gguf", "data": "d.jsonl", "output": "a.gguf"}
@@ -164,3 +165,27 @@ def test_lists_and_patterns_are_read_from_text_and_from_files():
     assert from_flags == from_file
     assert from_flags.layers_to_transform == (0, 3) and from_flags.rank_pattern == {"attn_v": 32, "blk.0.*": 4}
     assert from_flags.alpha_pattern == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("16GiB", 16 * 2**30),
+        ("1.5 GB", 1_500_000_000),
+        ("800MiB", 800 * 2**20),
+        ("16", None),
+        ("0GiB", None),
+        ("lots", None),
+    ],
+)
+def test_sizes_are_read_with_their_unit(text, num_bytes):
+    assert size_in_bytes(text) == num_bytes
+    if num_bytes is None:
+        assert f"max_memory: found '{text}'; needed: a size" in mistakes_of(max_memory=text)
+    else:
+        assert build_config({**NEEDED, "max_memory": text}).max_memory == text
+
+
+def test_micro_batch_has_a_default_only_where_nobody_chose_it():
+    assert build_config(NEEDED).micro_batch_size == 2 and build_config(NEEDED).step_rows == 8
+    assert build_config({**NEEDED, "per_device_train_batch_size": 3}).step_rows == 12

