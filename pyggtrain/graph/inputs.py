@@ -59,7 +59,7 @@ def ngram_rows(tokens_T: torch.Tensor, ngrams: Ngrams) -> torch.Tensor:
         earlier = torch.nn.functional.pad(tokens_T, (distance, 0), value=eos)[: tokens_T.shape[0]]
         is_cut = is_cut | (earlier == eos)
         words.append(torch.where(is_cut, eos, earlier))
-    rows = []
+    rows: list[torch.Tensor] = []
     mixed = words[0] * _wrapped(ngrams.layer_multipliers[0])
     for word, multiplier in zip(words[1:], ngrams.layer_multipliers[1:], strict=False):
         mixed = mixed ^ (word * _wrapped(multiplier))

@@ -24,7 +24,7 @@ class Served:
         why: of "not yet": what is in the way.
         error: rms of the difference of the tiny model's logits from llama.cpp's, over the rms of these.
         adapter_error: the same with an adapter, the largest of all kinds of weight.
-        trained: kinds of weight whose pairs changed llama.cpp's logits as ours, and whose gradient was the loss's slope.
+        trained: kinds of weight whose pairs changed llama.cpp's logits as ours and whose gradient was the loss's slope.
     """
 
     name: str
