@@ -316,6 +316,8 @@ struct graph_source {
         for (const auto & input : result->inputs) {
             meanings.add(input.get());
         }
+        // Some models look tokens up in a table of their own.
+        meanings.add(result->get_inp_tokens(), "tokens");
         // They must live as long as their tensors are read.
         std::vector<ggml_backend_buffer_ptr> buffers;
         if (ubatch != nullptr) {

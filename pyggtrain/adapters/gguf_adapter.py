@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PREFIX = "pyggtrain."
-# Stored as a vector, and multiplied as a matrix of one row.
-_ONE_ROW = "ffn_gate_inp_shexp.weight"
+# May be stored as a vector, and are multiplied as a matrix of one row.
+_ONE_ROW = ("ffn_gate_inp_shexp.weight", "attn_gate.weight")
 _BASE_KEYS = {
     "base.header_sha256": "metadata and tensor table",
     "base.tokenizer_sha256": "tokenizer",

@@ -36,7 +36,7 @@ static std::pair<float, float> weight_scale(const ggml_tensor * tensor) {
     if (has(name, "rope_f")) {
         return { 1.5f, 0.1f };
     }
-    if (has(name, "norm") && !ends(name, ".bias") && !has(name, "norm_a") ) {
+    if (has(name, "norm") && !ends(name, ".bias") && !has(name, "norm_a")) {
         return { 1.0f, 0.1f };
     }
     if (ends(name, ".scale") || has(name, "_scale") || ends(name, "ssm_d")) {
@@ -85,16 +85,43 @@ static void draw_tensor(ggml_tensor * tensor, void * /*user_data*/) {
     }
 }
 
-static void set_u32_if_present(gguf_context * keys, const std::string & key, uint32_t value) {
-    if (gguf_find_key(keys, key.c_str()) >= 0) {
-        gguf_set_val_u32(keys, key.c_str(), value);
+// What the fixture leaves out or has no values for that work.
+static void complete(llm_arch arch, gguf_context * keys) {
+    const auto set = [&](const char * key, uint32_t value) {
+        gguf_set_val_u32(keys, (std::string(llm_arch_name(arch)) + "." + key).c_str(), value);
+    };
+    if (gguf_find_key(keys, (std::string(llm_arch_name(arch)) + ".expert_count").c_str()) >= 0) {
+        // The fixture uses two experts of two, which leaves nothing to choose.
+        set("expert_count", 4);
+    }
+    switch (arch) {
+        case LLM_ARCH_RWKV7:
+        case LLM_ARCH_ARWKV7:
+            for (const char * part : { "decay", "iclr", "value_residual_mix", "gate" }) {
+                set((std::string("attention.") + part + "_lora_rank").c_str(), 32);
+            }
+            break;
+        case LLM_ARCH_PLM:
+            set("attention.key_length", 128);
+            set("attention.value_length", 128);
+            set("rope.dimension_count", 32);
+            break;
+        case LLM_ARCH_GEMMA4: {
+            const bool pattern[] = { true, true, true, true, false };
+            gguf_set_arr_data(keys, "gemma4.attention.sliding_window_pattern", GGUF_TYPE_BOOL, pattern, 5);
+            set("rope.dimension_count_swa", 64);
+            break;
+        }
+        default: break;
+    }
+    if (arch == LLM_ARCH_ARWKV7 || arch == LLM_ARCH_RWKV6QWEN2) {
+        set("token_shift_count", 1);
     }
 }
 
 static void generate(llm_arch arch, bool moe, const std::string & path) {
     gguf_context_ptr keys = get_gguf_ctx(arch, moe);
-    // The fixture uses two experts of two, which leaves nothing to choose.
-    set_u32_if_present(keys.get(), std::string(llm_arch_name(arch)) + ".expert_count", 4);
+    complete(arch, keys.get());
     llama_model_params params = llama_model_default_params();
     params.n_gpu_layers       = 0;
     params.use_extra_bufts    = false;
@@ -127,10 +154,10 @@ int main(int argc, char ** argv) {
                 if (arch == LLM_ARCH_UNKNOWN) {
                     continue;
                 }
-                if (!moe_mandatory(arch)) {
+                if (!moe_mandatory(arch) && arch != LLM_ARCH_DEEPSEEK2OCR) {
                     std::printf("%s dense\n", llm_arch_name(arch));
                 }
-                if (moe_implemented(arch)) {
+                if (moe_implemented(arch) || arch == LLM_ARCH_DEEPSEEK2OCR) {
                     std::printf("%s moe\n", llm_arch_name(arch));
                 }
             }

@@ -52,7 +52,8 @@ def examine(architecture: str, kind: str) -> Outcome:
         try:
             findings = check(path)
         except PyggtrainError as error:
-            return Outcome(architecture, kind, str(error).replace(f"{path}: ", "").replace(str(path), "it"), None)
+            why = str(error).replace(f"{path}: ", "").replace(str(path), "it")
+            return Outcome(architecture, kind, re.sub(r"\S*/llama\.cpp/", "", why), None)
     return Outcome(architecture, kind, "; ".join(findings.faults()), findings)
 
 
@@ -81,7 +82,8 @@ def main() -> int:
     wanted = [item for item in table() if re.search(pattern, "-".join(item))]
     outcomes: dict[str, list[Outcome]] = {}
     for item, future in start(wanted).items():
-        outcome = future.result()
+        error = future.exception()
+        outcome = future.result() if error is None else Outcome(*item, f"{type(error).__name__}: {error}", None)
         outcomes.setdefault(item[0], []).append(outcome)
         found = outcome.findings
         numbers = (

@@ -5,6 +5,7 @@ The generator is compiled once, against the static libraries that the bridge was
 
 import hashlib
 import os
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -64,6 +65,7 @@ def generate(architecture: str, kind: str, folder: Path) -> Path:
     except subprocess.TimeoutExpired:
         raise NoModelError("llama.cpp's fixture hangs") from None
     if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise NoModelError(lines[-1] if lines else f"the generator ended with {done.returncode}")
+        lines = [line for line in done.stderr.splitlines() if "error loading model" in line or "GGML_ASSERT" in line]
+        why = lines[-1].split("error loading model: ")[-1] if lines else f"the generator ended with {done.returncode}"
+        raise NoModelError(re.sub(r"\S*/llama\.cpp/", "", why))
     return path
