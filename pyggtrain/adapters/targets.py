@@ -138,7 +138,7 @@ def matches(model: Model, pattern: str, option: str) -> list[str]:
 def _translated(pattern: str) -> tuple[str, ...]:
     """What `pattern` is in the file's words, without ".weight"."""
     pattern = re.sub(r"^model\.layers\.", "blk.", _without_weight(pattern))
-    pattern = re.sub(r"(^|\.)(self_attn|mlp|block_sparse_moe|experts)\.", r"\1", pattern)
+    pattern = re.sub(r"(^|\.)((self_attn|mlp|block_sparse_moe|experts)\.)+", r"\1", pattern)
     layer, dot, kind = pattern.rpartition(".")
     return tuple(layer + dot + name for name in HUGGING_FACE_NAMES.get(kind, (kind,)))
 
