@@ -25,6 +25,7 @@ import torch
 
 from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.ops import quant_matmul
+from pyggtrain.ops.lora_linear import product_of_gradient
 
 
 def _groups(order_S: torch.Tensor, bounds_E: torch.Tensor) -> Iterator[tuple[int, slice, torch.Tensor]]:
@@ -61,9 +62,9 @@ def _expert_linear(
         delta_nN = None
         if lora_a_ERK is not None and lora_b_ENR is not None:
             seen_nK = x_nK if dropout_mask_XK is None else x_nK * dropout_mask_XK[rows]
-            h_Rn = lora_a_ERK[expert] @ seen_nK.t()
+            h_Rn = lora_a_ERK[expert].to(x_nK.dtype) @ seen_nK.t()
             h_SR[places] = h_Rn.t()
-            delta_nN = h_Rn.t() @ (lora_b_ENR[expert].t() * scale)
+            delta_nN = h_Rn.t() @ (lora_b_ENR[expert].t() * scale).to(x_nK.dtype)
         if base_scale_E is not None:
             x_nK = x_nK * base_scale_E[expert]
         y_SN[slots] = quant_matmul.forward(
@@ -104,13 +105,14 @@ def _expert_linear_backward(
     lora_b_ENR: torch.Tensor | None,
     base_scale_E: torch.Tensor | None,
     scale: float,
+    compute: str,
     dropout_mask_XK: torch.Tensor | None,
     needs_dx: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     slots_per_row = order_S.shape[0] // max(1, x_XK.shape[0])
     dx_XK = x_XK.new_zeros(x_XK.shape if needs_dx else 0)
-    d_lora_a_ERK = dy_SN.new_zeros(0 if lora_a_ERK is None else lora_a_ERK.shape)
-    d_lora_b_ENR = dy_SN.new_zeros(0 if lora_b_ENR is None else lora_b_ENR.shape)
+    d_lora_a_ERK = dy_SN.new_zeros(0) if lora_a_ERK is None else torch.zeros_like(lora_a_ERK)
+    d_lora_b_ENR = dy_SN.new_zeros(0) if lora_b_ENR is None else torch.zeros_like(lora_b_ENR)
     for expert, places, slots in _groups(order_S, bounds_E):
         rows = slots // slots_per_row
         dy_nN = dy_SN[slots]
@@ -118,18 +120,19 @@ def _expert_linear_backward(
         if lora_a_ERK is not None and lora_b_ENR is not None:
             mask_nK = None if dropout_mask_XK is None else dropout_mask_XK[rows]
             seen_nK = x_XK[rows] if mask_nK is None else x_XK[rows] * mask_nK
-            dh_Rn = (lora_b_ENR[expert].t() * scale) @ dy_nN.t()
-            d_lora_a_ERK[expert] = dh_Rn @ seen_nK
-            d_lora_b_ENR[expert] = (h_SR[places].t() @ dy_nN).t() * scale
+            dh_Rn = (lora_b_ENR[expert].t() * scale).to(dy_nN.dtype) @ dy_nN.t()
+            d_lora_a_ERK[expert] = product_of_gradient(dh_Rn, seen_nK)
+            d_lora_b_ENR[expert] = product_of_gradient(h_SR[places].t(), dy_nN).t() * scale
             if needs_dx:
-                dx_nK = dh_Rn.t() @ lora_a_ERK[expert]
+                dx_nK = dh_Rn.t() @ lora_a_ERK[expert].to(dy_nN.dtype)
                 if mask_nK is not None:
                     dx_nK.mul_(mask_nK)
         if needs_dx:
             if base_scale_E is not None:
                 dy_nN = dy_nN * base_scale_E[expert]
             out_nK = x_XK.new_empty(dy_nN.shape[0], x_XK.shape[1]) if dx_nK is None else dx_nK
-            quant_matmul.backward(dy_nN, blocks[expert], type, out=out_nK, accumulate=dx_nK is not None)
+            has_start = dx_nK is not None
+            quant_matmul.backward(dy_nN, blocks[expert], type, compute=compute, out=out_nK, accumulate=has_start)
             dx_XK.index_add_(0, rows, out_nK)
     return dx_XK, d_lora_a_ERK, d_lora_b_ENR
 
@@ -147,18 +150,21 @@ def _(
     lora_b_ENR: torch.Tensor | None,
     base_scale_E: torch.Tensor | None,
     scale: float,
+    compute: str,
     dropout_mask_XK: torch.Tensor | None,
     needs_dx: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         x_XK.new_empty(x_XK.shape if needs_dx else 0),
-        dy_SN.new_empty(0 if lora_a_ERK is None else lora_a_ERK.shape),
-        dy_SN.new_empty(0 if lora_b_ENR is None else lora_b_ENR.shape),
+        dy_SN.new_empty(0) if lora_a_ERK is None else torch.empty_like(lora_a_ERK),
+        dy_SN.new_empty(0) if lora_b_ENR is None else torch.empty_like(lora_b_ENR),
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x_XK, order_S, bounds_E, blocks, ctx.type, lora_a_ERK, lora_b_ENR, base_scale_E, ctx.scale, _, mask_XK = inputs
+    x_XK, order_S, bounds_E, blocks, ctx.type, lora_a_ERK, lora_b_ENR, base_scale_E, ctx.scale, ctx.compute, mask_XK = (
+        inputs
+    )
     h_SR = output[1]
     ctx.mark_non_differentiable(h_SR)
     ctx.set_materialize_grads(False)
@@ -184,6 +190,7 @@ def _backward(ctx: Any, dy_SN: torch.Tensor | None, dh_unused: None) -> tuple[to
         lora_b_ENR,
         base_scale_E,
         ctx.scale,
+        ctx.compute,
         mask_XK,
         needs_dx,
     )
@@ -215,10 +222,10 @@ def expert_linear(
     """y[t, j] = c x[t, j] Wᵀ + s (x[t, j] Aᵀ) Bᵀ with the c, W, A and B of expert ids[t, j].
 
     Args:
-        x_TJK: float32 [T, J, K], or [T, 1, K] if all chosen experts read the same row.
+        x_TJK: float32 [T, J, K], or [T, 1, K] if all chosen experts read the same row; half precision on a GPU.
         ids_TJ: integers [T, J], each in [0, E).
         weight: [E, N, K].
-        lora_a_ERK, lora_b_ENR: [E, R, K] and [E, N, R] in x's dtype; both or none.
+        lora_a_ERK, lora_b_ENR: [E, R, K] and [E, N, R] float32 (float64 with such an x); both or none.
         base_scale_E: c, frozen, [E] in x's dtype; None: 1.
         scale: s = alpha / r; with dropout, divided by (1 - p) already.
         dropout_mask_TJK: bool in x's shape, True keeps. Acts on the low-rank path only.

@@ -66,7 +66,9 @@ def _flash_attention(meaning: str | None) -> Lowering:
             # Groups of heads may see other keys each: then there are several attentions in one operation.
             outputs = [
                 dense_attention(
-                    *(_tokens_first(x[min(group, x.shape[0] - 1)][None]) for x in (q, k, v)),
+                    _tokens_first(q[group][None]),
+                    _tokens_first(k[min(group, k.shape[0] - 1)][None]),
+                    _tokens_first(v[min(group, v.shape[0] - 1)][None]),
                     mask_TS[min(group, mask_TS.shape[0] - 1), 0],
                     softmax_scale=softmax_scale,
                     softcap=softcap,

@@ -1,5 +1,7 @@
 """Norms, sums, means and the largest over rows or boxes."""
 
+from collections.abc import Callable
+
 import torch
 
 from pyggtrain import ops
@@ -73,7 +75,7 @@ def _pool_2d(graph: Graph, node: Node) -> Kernel:
 
 
 # ggml.h: GGML_OP_POOL_MAX, GGML_OP_POOL_AVG.
-_POOLS = {0: torch.nn.functional.max_pool2d, 1: torch.nn.functional.avg_pool2d}
+_POOLS: dict[int, Callable[..., torch.Tensor]] = {0: torch.nn.functional.max_pool2d, 1: torch.nn.functional.avg_pool2d}
 
 LOWERINGS: dict[str, Lowering] = {
     "CUMSUM": _cumsum,
