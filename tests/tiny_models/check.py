@@ -21,7 +21,9 @@ from pyggtrain.graph.lowering import LOWERINGS
 from pyggtrain.graph.model import ImportedModel
 from pyggtrain.nn import Batch
 
-LENGTHS = (150, 30)
+LENGTHS = (70, 20)
+# Of models that group tokens in blocks, the largest of 128.
+LENGTHS_OF_BLOCKS = (150,)
 # For slopes: with few tokens it is rare that a step carries one across the edge of a router's choice.
 FEW = (12, 7)
 CONTEXT = 256
@@ -162,7 +164,7 @@ def check(path: Path) -> Findings:
         findings.untrained.setdefault(kind_of(name), reason)
     session = _bridge.Session(str(path), num_ctx=CONTEXT, num_ubatch=CONTEXT, num_threads=1, kv_type="F32")
     try:
-        batch = make_batch(session.num_tokens, LENGTHS)
+        batch = make_batch(session.num_tokens, LENGTHS if model.unit is None else LENGTHS_OF_BLOCKS)
         base = served(session, batch)
         with torch.no_grad():
             findings.error = relative(model.logits(batch), base)

@@ -52,11 +52,10 @@ static std::pair<float, float> weight_scale(const ggml_tensor * tensor) {
 }
 
 static void draw_tensor(ggml_tensor * tensor, void * /*user_data*/) {
-    const std::string               name = tensor->name;
-    const auto                      scale = weight_scale(tensor);
-    std::mt19937_64                 generator(name_hash(name));
-    std::normal_distribution<float> normal(scale.first, scale.second);
-    const int64_t                   count = ggml_nelements(tensor);
+    const std::string name  = tensor->name;
+    const auto        scale = weight_scale(tensor);
+    uint64_t          state = name_hash(name);
+    const int64_t     count = ggml_nelements(tensor);
     if (tensor->type == GGML_TYPE_I32) {
         // Tables of experts by token.
         std::vector<int32_t> values(count);
@@ -68,7 +67,12 @@ static void draw_tensor(ggml_tensor * tensor, void * /*user_data*/) {
     }
     std::vector<float> values(count);
     for (float & value : values) {
-        value = normal(generator);
+        // Uniform, with the wanted deviation: splitmix64 (Steele et al. 2014), since a file holds millions of numbers.
+        uint64_t bits = state += 0x9e3779b97f4a7c15u;
+        bits          = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
+        bits          = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;
+        bits ^= bits >> 31;
+        value = scale.first + scale.second * 3.4641016f * ((float) (bits >> 40) * 0x1p-24f - 0.5f);
         if (has(name, "ssm_a") && !has(name, "ssm_alpha")) {
             // The logarithm of a decay.
             value = -std::fabs(value) - 0.1f;

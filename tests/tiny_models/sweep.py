@@ -1,7 +1,7 @@
 """Every architecture of the pinned llama.cpp, as a tiny model: imported, compared with llama.cpp, trained a little.
 
     python tests/tiny_models/sweep.py              all of them; writes pyggtrain/graph/architectures.json
-    python tests/tiny_models/sweep.py 'qwen|gpt'   those whose names match; writes nothing
+    python tests/tiny_models/sweep.py 'qwen|gpt'   those whose names match; only their entries are written
 
 The file that it writes is what `pyggtrain architectures` and README say, and tests/graph/test_architectures.py holds it
 against what it finds itself.
@@ -77,6 +77,12 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
     return kept
 
 
+def _record(architecture: str, kept: dict[str, Any]) -> None:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[architecture] = kept
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> int:
     pattern = sys.argv[1] if len(sys.argv) > 1 else ""
     wanted = [item for item in table() if re.search(pattern, "-".join(item))]
@@ -85,6 +91,7 @@ def main() -> int:
         error = future.exception()
         outcome = future.result() if error is None else Outcome(*item, f"{type(error).__name__}: {error}", None)
         outcomes.setdefault(item[0], []).append(outcome)
+        _record(item[0], summary(outcomes[item[0]]))
         found = outcome.findings
         numbers = (
             ""
@@ -96,9 +103,6 @@ def main() -> int:
         print(f"{'-'.join(item):24} {numbers}{outcome.why[:300]}", flush=True)
         if len(wanted) == 1 and found is not None:
             print(json.dumps(asdict(found), indent=1))
-    if not pattern:
-        results = {name: summary(items) for name, items in outcomes.items()}
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     return 0
 
 
