@@ -6,6 +6,8 @@
 // The graph wanted is that of training (`llama_cparams::training`): attention reads the keys and values of the tokens at hand instead
 // of a cache. Flash attention stays on, which llama.cpp's own training would switch off: the whole of an attention is then one node
 // that names its mask, scale, soft-cap and sinks, and needs no pattern to be recognised.
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -20,6 +22,8 @@
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
 #include "llama-adapter.h"
+#include "llama-arch.h"
+#include "llama-batch.h"
 #include "llama-context.h"
 #include "llama-ext.h"
 #include "llama-graph.h"
@@ -44,6 +48,8 @@ struct graph_tensor {
     std::vector<int64_t> sources;
     int64_t              view_parent = -1;
     int64_t              view_offset = 0;
+    // Of an input of `capture_decode`: the bytes that llama.cpp wrote into it.
+    std::string          value;
 };
 
 static constexpr int NUM_PARAMS = GGML_MAX_OP_PARAMS / sizeof(int32_t);
@@ -237,7 +243,9 @@ struct graph_source {
         adapter->model->loras.insert(adapter);
     }
 
-    std::vector<graph_tensor> capture(int64_t num_tokens, int64_t num_outputs, int64_t num_ctx) {
+    using context_ptr = std::unique_ptr<llama_context, decltype(&llama_free)>;
+
+    context_ptr make_context(int64_t num_tokens, int64_t num_outputs, int64_t num_ctx) {
         PYGGTRAIN_CHECK(num_tokens >= 256 && num_tokens <= (1 << 16) && num_tokens % 256 == 0, "num_tokens", num_tokens, "a multiple of 256 up to 2^16");
         PYGGTRAIN_CHECK(num_outputs >= 1 && num_outputs <= num_tokens, "num_outputs", num_outputs, "1 to num_tokens");
         PYGGTRAIN_CHECK(num_ctx >= 1 && num_ctx <= (1 << 30), "num_ctx", num_ctx, "1 to 2^30");
@@ -250,7 +258,7 @@ struct graph_source {
         params.op_offload             = false;
         params.swa_full               = true;
         params.no_perf                = true;
-        std::unique_ptr<llama_context, decltype(&llama_free)> context(llama_init_from_model(model.get(), params), llama_free);
+        context_ptr context(llama_init_from_model(model.get(), params), llama_free);
         if (context == nullptr) {
             throw bridge_error(join(path, ": llama.cpp cannot make a context of ", num_tokens, " tokens: ", llama_log_complaints()));
         }
@@ -263,25 +271,79 @@ struct graph_source {
         auto & settings    = const_cast<llama_cparams &>(context->get_cparams());
         settings.training  = true;
         settings.n_ctx_seq = (uint32_t) num_ctx;
+        return context;
+    }
+
+    std::vector<graph_tensor> capture(int64_t num_tokens, int64_t num_outputs, int64_t num_ctx) {
+        const context_ptr        context = make_context(num_tokens, num_outputs, num_ctx);
         llama_memory_context_ptr memory;
         if (context->get_memory() != nullptr) {
             memory = context->get_memory()->init_full();
         }
-        ggml_cgraph * graph = context->graph_reserve((uint32_t) num_tokens, 1, (uint32_t) num_outputs, memory.get(), /*split_only =*/ true);
+        return describe(*context, num_tokens, num_outputs, memory.get(), nullptr);
+    }
+
+    // The graph of one real document from its first token on, and what llama.cpp writes into its inputs. Nothing is computed here
+    // either: the inputs get memory of their own, and all else has none.
+    std::vector<graph_tensor> capture_decode(const std::vector<int64_t> & tokens, int64_t num_outputs, int64_t num_ctx) {
+        const auto        num_tokens = (int64_t) tokens.size();
+        const context_ptr context    = make_context(num_tokens, num_outputs, num_ctx);
+        PYGGTRAIN_CHECK(context->get_memory() != nullptr, path, "a model without a memory", "one that decodes token by token");
+        llama_batch_ext batch(context.get());
+        for (int64_t i = 0; i < num_tokens; i++) {
+            PYGGTRAIN_CHECK(tokens[(size_t) i] >= 0 && tokens[(size_t) i] < (int64_t) model->vocab.n_tokens(), "token id", tokens[(size_t) i],
+                            "a token of the model");
+            const int32_t                                    index    = batch.add_token(0);
+            const std::array<llama_pos, GGML_MROPE_SECTIONS> position = { (llama_pos) i, (llama_pos) i, (llama_pos) i, (llama_pos) i };
+            batch.set_token_id(index, (llama_token) tokens[(size_t) i]);
+            batch.set_token_pos(index, position.data());
+            batch.set_output(index, i < num_outputs);
+        }
+        llama_batch_allocr allocator(model->hparams.n_pos_per_embd());
+        if (!allocator.init(batch, model->vocab, /*output_all =*/ false)) {
+            throw bridge_error(join(path, ": llama.cpp refuses a document of ", num_tokens, " tokens: ", llama_log_complaints()));
+        }
+        const llama_memory_context_ptr memory = context->get_memory()->init_batch(allocator, (uint32_t) num_tokens, /*embd_all =*/ false);
+        if (memory == nullptr || llama_memory_status_is_fail(memory->get_status()) || !memory->apply()) {
+            throw bridge_error(join(path, ": llama.cpp finds no room for a document of ", num_tokens, " tokens: ", llama_log_complaints()));
+        }
+        const llama_ubatch & ubatch = memory->get_ubatch();
+        PYGGTRAIN_CHECK(ubatch.n_tokens == (uint32_t) num_tokens, path, join("decoded in parts, the first of ", ubatch.n_tokens, " tokens"), "one part");
+        return describe(*context, num_tokens, num_outputs, memory.get(), &ubatch);
+    }
+
+    std::vector<graph_tensor> describe(llama_context & context, int64_t num_tokens, int64_t num_outputs, const llama_memory_context_i * memory,
+                                       const llama_ubatch * ubatch) const {
+        ggml_cgraph * graph = context.graph_reserve((uint32_t) num_tokens, 1, (uint32_t) num_outputs, memory, /*split_only =*/ true);
         if (graph == nullptr) {
             throw bridge_error(join(path, ": llama.cpp cannot build the graph of ", num_tokens, " tokens: ", llama_log_complaints()));
         }
-        const llm_graph_result * result = context->get_gf_res_reserve();
+        llm_graph_result * result = context.get_gf_res_reserve();
         PYGGTRAIN_CHECK(result->get_logits() != nullptr, path, "a model without logits", "a text decoder");
         input_meanings meanings;
         for (const auto & input : result->inputs) {
             meanings.add(input.get());
         }
-        return describe(graph, result->get_logits(), meanings);
+        // Some models look tokens up in a table of their own.
+        meanings.add(result->get_inp_tokens(), "tokens");
+        // They must live as long as their tensors are read.
+        std::vector<ggml_backend_buffer_ptr> buffers;
+        if (ubatch != nullptr) {
+            for (ggml_tensor * tensor = ggml_get_first_tensor(result->get_ctx()); tensor != nullptr; tensor = ggml_get_next_tensor(result->get_ctx(), tensor)) {
+                if ((tensor->flags & GGML_TENSOR_FLAG_INPUT) != 0 && tensor->data == nullptr && tensor->view_src == nullptr) {
+                    buffers.emplace_back(ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), std::max<size_t>(1, ggml_nbytes(tensor))));
+                    tensor->buffer = nullptr;
+                    ggml_backend_tensor_alloc(buffers.back().get(), tensor, ggml_backend_buffer_get_base(buffers.back().get()));
+                    std::memset(tensor->data, 0, ggml_nbytes(tensor));
+                }
+            }
+            result->set_inputs(ubatch);
+        }
+        return describe(graph, result->get_logits(), meanings, /*with_values =*/ ubatch != nullptr);
     }
 
     // Every tensor of the graph after those that it reads, in llama.cpp's order of computing; the last one holds the logits.
-    std::vector<graph_tensor> describe(ggml_cgraph * graph, const ggml_tensor * logits, const input_meanings & meanings) const {
+    std::vector<graph_tensor> describe(ggml_cgraph * graph, const ggml_tensor * logits, const input_meanings & meanings, bool with_values) const {
         std::vector<graph_tensor>                        tensors;
         std::unordered_map<const ggml_tensor *, int64_t> numbers;
         const auto number_of = [&](const auto & self, const ggml_tensor * tensor) -> int64_t {
@@ -311,6 +373,9 @@ struct graph_source {
             }
             if (tensor->op == GGML_OP_NONE && tensor->view_src == nullptr) {
                 describe_leaf(tensor, meanings, described);
+                if (with_values && described.role == "unknown_input" && tensor->data != nullptr) {
+                    described.value.assign(static_cast<const char *>(tensor->data), ggml_nbytes(tensor));
+                }
             } else {
                 described.role = "node";
             }
@@ -365,12 +430,16 @@ void register_graph(py::module_ & module) {
         .def_readonly("params", &graph_tensor::params)
         .def_readonly("sources", &graph_tensor::sources)
         .def_readonly("view_parent", &graph_tensor::view_parent)
-        .def_readonly("view_offset", &graph_tensor::view_offset);
+        .def_readonly("view_offset", &graph_tensor::view_offset)
+        .def_property_readonly("value", [](const graph_tensor & self) { return py::bytes(self.value); });
     py::class_<graph_source>(module, "GraphSource",
                              "llama.cpp's compute graphs of a file, whose weights are not read. May abort the process: call it in a child.")
         .def(py::init<std::string, bool>(), py::arg("path"), py::kw_only(), py::arg("with_lora"))
         .def("capture", &graph_source::capture, py::kw_only(), py::arg("num_tokens"), py::arg("num_outputs"), py::arg("num_ctx"),
              "Every tensor of the graph, each after those that it reads; the last one holds the logits.")
+        .def("capture_decode", &graph_source::capture_decode, py::kw_only(), py::arg("tokens"), py::arg("num_outputs"), py::arg("num_ctx"),
+             "As capture, for one document from its first token on, with the bytes that llama.cpp writes into inputs without a known meaning.")
+        .def_property_readonly("num_tokens", [](const graph_source & self) { return (int64_t) self.model->vocab.n_tokens(); })
         .def_property_readonly("window", [](const graph_source & self) { return (int64_t) self.hparams().n_swa; })
         .def_property_readonly("window_type", &graph_source::window_type)
         .def_property_readonly("is_causal", [](const graph_source & self) { return self.hparams().causal_attn; })
@@ -383,6 +452,18 @@ void register_graph(py::module_ & module) {
             },
             "(floor, scale, offset): queries at position p are multiplied by 1 + scale ln(1 + floor((p + offset) / floor)).")
         .def_property_readonly("context_length", [](const graph_source & self) { return (int64_t) self.hparams().n_ctx_train; });
+    module.def(
+        "architectures",
+        [] {
+            std::vector<std::string> names;
+            for (const llm_arch arch : llm_arch_all()) {
+                if (arch != LLM_ARCH_UNKNOWN) {
+                    names.emplace_back(llm_arch_name(arch));
+                }
+            }
+            return names;
+        },
+        "general.architecture of every architecture that this llama.cpp knows, in its own order.");
 }
 
 } // namespace pyggtrain

@@ -36,6 +36,8 @@ _TYPES = ("F32", "F16", "BF16", "Q8_0")
 _OWN_KEYS = ("general.type", "general.architecture", "adapter.type", "adapter.lora.alpha")
 # They describe how this one file is stored, and would be wrong in another.
 _KEYS_OF_THE_FILE = ("general.alignment", "general.file_type", "general.quantization_version")
+# May be stored as a vector, and are multiplied as a matrix of one row.
+_ONE_ROW = ("ffn_gate_inp_shexp.weight", "attn_gate.weight")
 _BASE_KEYS = {
     "base.header_sha256": "metadata and tensor table",
     "base.tokenizer_sha256": "tokenizer",
@@ -300,13 +302,13 @@ def _check_pairs(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], base: G
             # llama.cpp looks up rows of lora_a here, so both halves lie the other way round.
             num_tokens, width = weight.shape
             needed = ((num_tokens, lora_a.shape[-1]), (width, lora_a.shape[-1]))
-        elif len(weight.shape) < 2:
+        elif len(weight.shape) < 2 and not name.endswith(_ONE_ROW):
             raise AdapterError(
                 f"{found}: {name} is a vector {list(weight.shape)}, and llama.cpp silently ignores pairs on vectors. "
                 "Take it out."
             )
         else:
-            *experts, num_out, num_in = weight.shape
+            *experts, num_out, num_in = weight.shape if len(weight.shape) > 1 else (1, *weight.shape)
             rank = lora_b.shape[-1] if lora_b.dim() else 0
             needed = ((*experts, rank, num_in), (*experts, num_out, rank))
         if (tuple(lora_a.shape), tuple(lora_b.shape)) != needed or 0 in lora_a.shape:

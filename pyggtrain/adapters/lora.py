@@ -36,7 +36,8 @@ class LoraConfig:
         r: rank of every pair that `rank_pattern` does not name.
         lora_alpha: the update is scaled by lora_alpha / r.
         lora_dropout: probability that an element of a linear's input is hidden from its pair while training.
-        target_modules: "all-linear" (every trainable linear but the output head, as in PEFT), or one or more patterns.
+        target_modules: "all-linear" (every trainable linear but the output head, as in PEFT, and but routers), or one
+            or more patterns.
             A pattern is a name without layer ("attn_q"), a whole name ("blk.0.attn_q"), or either with * and ?; Hugging
             Face's names ("q_proj") are translated.
         exclude_modules: one or more patterns, taken out again.
@@ -175,13 +176,13 @@ def attach(model: Model, config: LoraConfig, *, seed: int) -> LoraAdapter:
         alpha = last_match(config.alpha_pattern, name, config.lora_alpha)
         scale = _f32(_f32(alpha) / _f32(math.sqrt(rank))) if config.use_rslora else scale_of(alpha, rank)
         linear = model.linears[name]
-        num_out, num_in = linear.shape
+        # A stack of experts has a pair for each of them: llama.cpp aborts on fewer.
+        *experts, num_out, num_in = linear.shape
         bound = 1 / math.sqrt(num_in)
-        lora_a = torch.empty(rank, num_in).uniform_(-bound, bound, generator=_generator(seed, name))
+        lora_a = torch.empty(*experts, rank, num_in).uniform_(-bound, bound, generator=_generator(seed, name))
+        lora_b = torch.zeros(*experts, num_out, rank)
         device = linear.weight.device
-        pair = LoraPair(
-            lora_a.to(device), torch.zeros(num_out, rank, device=device), scale=scale, dropout=config.lora_dropout
-        )
+        pair = LoraPair(lora_a.to(device), lora_b.to(device), scale=scale, dropout=config.lora_dropout)
         linear.lora = pair
         pairs[name] = pair
     return LoraAdapter(model.architecture, config, pairs)
@@ -207,7 +208,7 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 def _check_ranks(model: Model, ranks: Mapping[str, int]) -> None:
     """A rank above min(N, K) can express nothing that min(N, K) cannot: it is a mistake, and wasted memory."""
-    limits = {name: min(model.linears[name].shape) for name in ranks}
+    limits = {name: min(model.linears[name].shape[-2:]) for name in ranks}
     too_large = [name for name in ranks if ranks[name] > limits[name]]
     if too_large:
         name = min(too_large, key=lambda name: limits[name])

@@ -1,7 +1,9 @@
 """Which weights a pattern names.
 
 A name can be written as the file has it ("blk.0.attn_q.weight"), without ".weight", without the layer ("attn_q": all
-layers), with * and ?, or in Hugging Face's words ("q_proj", "model.layers.0.self_attn.q_proj").
+layers), with * and ?, or in Hugging Face's words ("q_proj", "model.layers.0.self_attn.q_proj"). What Hugging Face calls
+by one name may stand under several in a file: "gate_proj" is the dense feed-forward's, every expert's and the shared
+expert's.
 """
 
 import difflib
@@ -19,17 +21,26 @@ logger = logging.getLogger(__name__)
 ALL_LINEAR = "all-linear"
 
 HUGGING_FACE_NAMES = {
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "qkv_proj": "attn_qkv",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-    "lm_head": "output",
-    "embed_tokens": "token_embd",
+    "q_proj": ("attn_q",),
+    "k_proj": ("attn_k",),
+    "v_proj": ("attn_v",),
+    "o_proj": ("attn_output",),
+    "qkv_proj": ("attn_qkv",),
+    "gate_proj": ("ffn_gate", "ffn_gate_exps", "ffn_gate_shexp"),
+    "up_proj": ("ffn_up", "ffn_up_exps", "ffn_up_shexp"),
+    "down_proj": ("ffn_down", "ffn_down_exps", "ffn_down_shexp"),
+    "gate_up_proj": ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_up"),
+    # Mixtral's own.
+    "w1": ("ffn_gate_exps",),
+    "w2": ("ffn_down_exps",),
+    "w3": ("ffn_up_exps",),
+    "lm_head": ("output",),
+    "embed_tokens": ("token_embd",),
 }
+
+# They decide which expert gets a token, or how much of the shared one is added. "all-linear" leaves them as they are:
+# a router that moves while its experts learn unbalances them.
+ROUTERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
 
 _Value = TypeVar("_Value", int, float)
 
@@ -41,7 +52,7 @@ def select(
 
     Args:
         model: a loaded model.
-        patterns: what to train; "all-linear" stands for every trainable linear but the output head.
+        patterns: what to train; "all-linear" stands for every trainable linear but the output head and routers.
         exclude: patterns taken out again.
         layers: only weights of these layers, and weights outside the layers; None: all.
 
@@ -67,8 +78,8 @@ def select(
 
 
 def all_linear(model: Model) -> list[str]:
-    """Every trainable linear but the output head, as PEFT's "all-linear" means it."""
-    return [name for name in model.linears if name != "output.weight"]
+    """Every trainable linear, experts among them, but the output head, as PEFT's "all-linear" means it, and routers."""
+    return [name for name in model.linears if name != "output.weight" and _kind(name) not in ROUTERS]
 
 
 def last_match(patterns: Mapping[str, _Value], name: str, default: _Value) -> _Value:
@@ -93,11 +104,12 @@ def matches(model: Model, pattern: str, option: str) -> list[str]:
         UnsupportedError: it is a target, and names only tensors that cannot be trained.
     """
     translated = _translated(pattern)
-    if translated != pattern.removesuffix(".weight"):
-        logger.info("%s: '%s' is '%s' in a GGUF file", option, pattern, translated)
+    if translated != (_without_weight(pattern),):
+        present = [name for name in translated if any(_does_fit((name,), tensor) for tensor in model.linears)]
+        logger.info("%s: '%s' is '%s' in a GGUF file", option, pattern, "', '".join(present or translated))
     trainable = [name for name in model.linears if _does_fit(translated, name)]
     refused = [f"{name} {reason}" for name, reason in model.untrainable.items() if _does_fit(translated, name)]
-    if translated == "output" and model.head_is_tied:
+    if translated == ("output",) and model.head_is_tied:
         refused.append(
             "the model has no output.weight: its head is the token embedding (tied), which no adapter can change"
         )
@@ -114,7 +126,7 @@ def matches(model: Model, pattern: str, option: str) -> list[str]:
             refused[0],
         )
     if not trainable and not refused:
-        near = difflib.get_close_matches(translated, [*_kinds(model), *map(_without_weight, model.linears)], n=3)
+        near = difflib.get_close_matches(translated[0], [*_kinds(model), *map(_without_weight, model.linears)], n=3)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise ConfigError(
             f"{option} holds '{pattern}', which matches no weight of this {model.architecture} model. {hint}"
@@ -123,18 +135,18 @@ def matches(model: Model, pattern: str, option: str) -> list[str]:
     return trainable
 
 
-def _translated(pattern: str) -> str:
-    """`pattern` in the file's words, without ".weight"."""
+def _translated(pattern: str) -> tuple[str, ...]:
+    """What `pattern` is in the file's words, without ".weight"."""
     pattern = re.sub(r"^model\.layers\.", "blk.", _without_weight(pattern))
-    pattern = re.sub(r"(^|\.)(self_attn|mlp)\.", r"\1", pattern)
+    pattern = re.sub(r"(^|\.)((self_attn|mlp|block_sparse_moe|experts)\.)+", r"\1", pattern)
     layer, dot, kind = pattern.rpartition(".")
-    return layer + dot + HUGGING_FACE_NAMES.get(kind, kind)
+    return tuple(layer + dot + name for name in HUGGING_FACE_NAMES.get(kind, (kind,)))
 
 
-def _does_fit(pattern: str, tensor_name: str) -> bool:
+def _does_fit(patterns: tuple[str, ...], tensor_name: str) -> bool:
     """A pattern fits the whole name, or the part of it after the layer's number."""
-    name = _without_weight(tensor_name)
-    return fnmatchcase(name, pattern) or fnmatchcase(_kind(tensor_name), pattern)
+    name, kind = _without_weight(tensor_name), _kind(tensor_name)
+    return any(fnmatchcase(name, pattern) or fnmatchcase(kind, pattern) for pattern in patterns)
 
 
 def _is_in_layers(name: str, layers: Sequence[int] | None) -> bool:

@@ -1,13 +1,16 @@
 """Ask llama.cpp for the compute graph of a file, in a child process.
 
 No weight is read: it takes about half a second, most of it for the vocabulary. The graph is that of training, in which
-    attention reads
-the keys and values of the tokens at hand and not a cache, with an adapter of rank 1 on every tensor: the pairs that
-turn up in it are those that llama.cpp will apply.
+attention reads the keys and values of the tokens at hand and not a cache, with an adapter of rank 1 on every tensor:
+the pairs that turn up in it are those that llama.cpp will apply.
 
-It is built at several numbers of tokens and of output rows; `ir` finds from them how each size depends on both.
+`capture` builds it at several numbers of tokens and of output rows; `ir` finds from them how each size depends on both.
+Some models group their tokens in blocks, so that sizes are steps of the number of tokens, and read inputs that only
+they have. For these `capture_document` builds the graph of one document of a given length, and takes along what
+llama.cpp writes into inputs whose meaning is not known here.
 """
 
+import base64
 import json
 import os
 import subprocess
@@ -23,6 +26,9 @@ from pyggtrain.errors import BridgeError
 # (tokens, output rows). Three of tokens for a square, one of rows, and one that only checks the others. llama.cpp
 # rounds its context up to 256, and the graph of training needs as many tokens as the context has.
 LENGTHS = ((256, 64), (512, 64), (768, 64), (768, 192), (1280, 320))
+
+# A document of `capture_document` is as long as a multiple of this.
+DOCUMENT_UNIT = 256
 
 _TIMEOUT_S = 600
 _MAX_BYTES = 1 << 29
@@ -49,6 +55,7 @@ class CapturedTensor:
         sources: positions in the graph, all before this one; -1 where an operation takes none.
         view_parent: whose memory this is; -1: its own.
         view_offset: bytes from the start of that memory.
+        value: what llama.cpp wrote into an unknown input of a document (`capture_document`); else nothing.
     """
 
     name: str
@@ -61,6 +68,7 @@ class CapturedTensor:
     sources: tuple[int, ...]
     view_parent: int
     view_offset: int
+    value: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -94,19 +102,57 @@ class Captures:
 
 
 def capture(path: Path, *, num_ctx: int | None = None, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Captures:
-    """llama.cpp's graphs of a GGUF file.
+    """llama.cpp's graphs of a GGUF file; arguments and errors as for `capture_text`."""
+    return parsed(path, capture_text(path, num_ctx=num_ctx, lengths=lengths))
+
+
+def capture_document(path: Path, num_tokens: int, *, num_ctx: int | None = None) -> Captures:
+    """llama.cpp's graphs of one document: with 64 output rows, with 192, and with 64 for other tokens.
+
+    Args:
+        path, num_ctx: as for `capture_text`.
+        num_tokens: a multiple of `DOCUMENT_UNIT`.
+    """
+    return parsed(path, capture_text(path, num_ctx=num_ctx, num_tokens=num_tokens))
+
+
+def parsed(path: Path, text: bytes) -> Captures:
+    """The graphs in what `capture_text` gave.
+
+    Raises:
+        BridgeError: there are none.
+    """
+    try:
+        return read_captures(json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
+        raise BridgeError(
+            f"{path}: the process that builds the graph wrote something else than a graph: {error}"
+        ) from error
+
+
+def capture_text(
+    path: Path,
+    *,
+    num_ctx: int | None = None,
+    num_tokens: int | None = None,
+    lengths: Sequence[tuple[int, int]] = LENGTHS,
+) -> bytes:
+    """What the child process writes about a GGUF file.
 
     Args:
         path: the file (of a split model: the first one).
         num_ctx: context that will be served with; longrope files choose their factors by it. None: the file's
             `context_length`.
-        lengths: (tokens, output rows) of each graph.
+        num_tokens: of one document; None: graphs for any number.
+        lengths: (tokens, output rows) of each graph for any number.
 
     Raises:
         BridgeError: llama.cpp refused the file, or aborted while it built a graph; with its message.
     """
     # Not resolved: the parts of a split model are found by name, and a link's target may have another one.
-    arguments = json.dumps([str(path.absolute()), num_ctx, lengths])
+    if num_tokens is not None:
+        lengths = ((num_tokens, 64), (num_tokens, 192), (num_tokens, 64))
+    arguments = json.dumps([str(path.absolute()), num_ctx, lengths, num_tokens is not None])
     # A neutral folder to work in: `-m` looks there first, and a source folder without the compiled bridge would shadow
     # the package.
     environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
@@ -145,13 +191,7 @@ def capture(path: Path, *, num_ctx: int | None = None, lengths: Sequence[tuple[i
         if num_bytes > _MAX_BYTES:
             raise BridgeError(f"{path}: the graph takes {num_bytes} bytes as text: needed at most {_MAX_BYTES}.")
         out.seek(0)
-        text = out.read()
-    try:
-        return read_captures(json.loads(text))
-    except (ValueError, TypeError, KeyError) as error:
-        raise BridgeError(
-            f"{path}: the process that builds the graph wrote something else than a graph: {error}"
-        ) from error
+        return out.read()
 
 
 def _last_lines(text: str) -> str:
@@ -185,7 +225,7 @@ def _read_tensors(rows: list[list[Any]]) -> tuple[CapturedTensor, ...]:
 
 
 def _read_tensor(index: int, row: list[Any]) -> CapturedTensor:
-    name, op, role, type, shape, strides, params, sources, view_parent, view_offset = row
+    name, op, role, type, shape, strides, params, sources, view_parent, view_offset, value = row
     if role not in _ROLES:
         raise ValueError(f"tensor {index} has role {role!r}")
     if any(not -1 <= source < index for source in (*sources, view_parent)):
@@ -201,6 +241,7 @@ def _read_tensor(index: int, row: list[Any]) -> CapturedTensor:
         sources=_numbers(sources, len(sources), least=-1),
         view_parent=view_parent,
         view_offset=_count(view_offset),
+        value=base64.b64decode(value, validate=True),
     )
 
 

@@ -3,6 +3,7 @@
 llama.cpp aborts the process where it cannot build a graph, so nothing else runs here. Not meant to be started by hand.
 """
 
+import base64
 import json
 import sys
 
@@ -10,9 +11,18 @@ from pyggtrain import _bridge
 from pyggtrain.errors import PyggtrainError
 
 
-def _capture(path: str, num_ctx: int | None, lengths: list[tuple[int, int]]) -> dict[str, object]:
+def _capture(path: str, num_ctx: int | None, lengths: list[tuple[int, int]], is_document: bool) -> dict[str, object]:
     source = _bridge.GraphSource(path, with_lora=True)
     context = source.context_length if num_ctx is None else num_ctx
+
+    def graph(index: int, num_tokens: int, num_outputs: int) -> list[_bridge.GraphTensor]:
+        if not is_document:
+            return source.capture(num_tokens=num_tokens, num_outputs=num_outputs, num_ctx=context)
+        # The last document has other tokens: what llama.cpp writes into its inputs must not depend on them.
+        stride = 7 if index == len(lengths) - 1 else 1
+        tokens = [(1 + stride * place) % source.num_tokens for place in range(num_tokens)]
+        return source.capture_decode(tokens=tokens, num_outputs=num_outputs, num_ctx=context)
+
     return {
         "window": source.window,
         "window_type": source.window_type,
@@ -35,20 +45,21 @@ def _capture(path: str, num_ctx: int | None, lengths: list[tuple[int, int]]) -> 
                         tensor.sources,
                         tensor.view_parent,
                         tensor.view_offset,
+                        base64.b64encode(tensor.value).decode(),
                     ]
-                    for tensor in source.capture(num_tokens=num_tokens, num_outputs=num_outputs, num_ctx=context)
+                    for tensor in graph(index, num_tokens, num_outputs)
                 ],
             }
-            for num_tokens, num_outputs in lengths
+            for index, (num_tokens, num_outputs) in enumerate(lengths)
         ],
     }
 
 
 def main() -> int:
-    """Arguments in argv[1] as JSON: [path, num_ctx or null, [[num_tokens, num_outputs], ...]]."""
-    path, num_ctx, lengths = json.loads(sys.argv[1])
+    """Arguments in argv[1] as JSON: [path, num_ctx or null, [[num_tokens, num_outputs], ...], one document each]."""
+    path, num_ctx, lengths, is_document = json.loads(sys.argv[1])
     try:
-        graphs = _capture(path, num_ctx, lengths)
+        graphs = _capture(path, num_ctx, lengths, is_document)
     except PyggtrainError as error:
         sys.stderr.write(str(error))
         return error.exit_code

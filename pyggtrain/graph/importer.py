@@ -5,20 +5,22 @@ Three operations meet weights in blocks and never see them as numbers: products 
 Everything else takes its lowering.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional
 
 from pyggtrain import ops
 from pyggtrain.errors import UnsupportedError
-from pyggtrain.graph.experts import experts_product
 from pyggtrain.graph.frame import Frame
 from pyggtrain.graph.inputs import Leaf, input_of
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering import Kernel, lower
-from pyggtrain.graph.program import Step, product_kernel
+from pyggtrain.graph.lowering.scan import RECURRENT
+from pyggtrain.graph.program import Region, Step, dead_after, product_kernel, regions
 from pyggtrain.graph.rewrite import Reach
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
-from pyggtrain.nn import QuantLinear
+from pyggtrain.nn import ExpertLinear, QuantLinear
 
 _STATE_TYPES = {
     "f32": torch.float32,
@@ -41,6 +43,63 @@ def import_steps(graph: Graph, reach: Reach, weights: Weights, *, compute: str) 
     read = {source for step in steps for source in step.sources if source is not None}
     leaves = {index: _leaf(graph, graph.nodes[index], weights) for index in sorted(read) if graph.nodes[index].is_leaf}
     return steps, leaves
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A graph that runs.
+
+    Attributes:
+        regions: all before the output head, in order.
+        is_layer: of each, whether it is a block of the model.
+        dead: after each, the values that none later reads.
+        tail: the output head's product and what follows it.
+        head: names of the head's weights.
+        num_logits: of a token.
+        selects_rows: it asks which rows are wanted; a few give all of them.
+        is_recurrent: it carries a state from token to token.
+    """
+
+    regions: list[Region]
+    is_layer: list[bool]
+    dead: list[list[int]]
+    tail: Region
+    head: tuple[str, ...]
+    num_logits: int
+    selects_rows: bool
+    is_recurrent: bool
+
+    @property
+    def layers(self) -> list[Region]:
+        return [region for region, is_layer in zip(self.regions, self.is_layer, strict=True) if is_layer]
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Nothing follows the head's product, not even a bias."""
+        return len(self.tail.steps) == len(self.head) == 1
+
+
+def make_program(graph: Graph, steps: list[Step], leaves: dict[int, Leaf]) -> Program:
+    """Cut the steps of a graph into layers and head.
+
+    Raises:
+        UnsupportedError: see `split_at_head`.
+    """
+    body, tail, hidden = split_at_head(graph, steps, leaves)
+    parts, is_layer = regions(body, leaves, hidden)
+    num_logits = graph.nodes[graph.logits].shape[-1]
+    assert isinstance(num_logits, int), "the size of the vocabulary depends on the number of tokens"
+    return Program(
+        regions=parts,
+        is_layer=is_layer,
+        dead=dead_after(parts, hidden),
+        tail=Region(tail, leaves, [hidden], [graph.logits]),
+        head=tail[0].weights,
+        num_logits=num_logits,
+        selects_rows=any(node.role == "input" and node.name == "out_ids" for node in graph.nodes),
+        # A cache holds each token in a cell of its own, and masks keep documents apart in it as they do without one.
+        is_recurrent=any(node.op in RECURRENT or node.name == "s_copy" for node in graph.nodes),
+    )
 
 
 def split_at_head(graph: Graph, steps: list[Step], leaves: dict[int, Leaf]) -> tuple[list[Step], list[Step], int]:
@@ -95,8 +154,10 @@ def _step(graph: Graph, index: int, node: Node, reach: Reach, weights: Weights, 
         if node.op == "MUL_MAT_SCALED" and first.name in reach.trainable:
             linear = weights.take_linear(first.name, None)
             return Step(index, node.sources[1:], _scaled_product(linear), names, node.name)
-        if node.op == "MUL_MAT_ID":
-            return Step(index, node.sources[1:3], _experts(weights.take_frozen(first.name), compute), names, node.name)
+        if node.op in ("MUL_MAT_ID", "MUL_MAT_ID_SCALED"):
+            is_trainable = first.name in reach.trainable
+            experts = weights.take_experts(first.name) if is_trainable else weights.take_frozen(first.name)
+            return Step(index, node.sources[1:], _experts(experts, compute), names, node.name)
         if node.op == "GET_ROWS" and first.shape[:2] == (1, 1) and not first.type.startswith("i"):
             # IQ types also begin with an i.
             return Step(index, node.sources[1:2], _embedding(weights.take_frozen(first.name)), names, node.name)
@@ -138,9 +199,16 @@ def _scaled_product(linear: QuantLinear) -> Kernel:
     return kernel
 
 
-def _experts(weight: FrozenTensor, compute: str) -> Kernel:
-    def kernel(frame: Frame, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return experts_product(x.squeeze(0), ids[0, 0].long(), weight.quant, compute=compute).unsqueeze(0)
+def _experts(weight: ExpertLinear | FrozenTensor, compute: str) -> Kernel:
+    """x [1, T, J or 1, K] through the experts ids [1, 1, T, J], whose own factors may be given: [1, T, J, N]."""
+
+    def kernel(frame: Frame, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+        base_scale_E = None if factors is None else factors.flatten()
+        if isinstance(weight, ExpertLinear):
+            y_TJN = weight(x.squeeze(0), ids[0, 0], base_scale_E)
+        else:
+            y_TJN = ops.expert_linear(x.squeeze(0), ids[0, 0], weight.quant, base_scale_E=base_scale_E, compute=compute)
+        return y_TJN.unsqueeze(0)  # type: ignore[no-any-return]
 
     return kernel
 

@@ -8,7 +8,7 @@ import torch
 
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.graph.frame import Frame
-from pyggtrain.graph.ir import Graph, Node
+from pyggtrain.graph.ir import Graph, Ngrams, Node
 from pyggtrain.graph.lowering.attention import dense_mask, mask_of
 
 Leaf = Callable[[Frame], torch.Tensor]
@@ -46,6 +46,46 @@ def _attn_temperature(frame: Frame, settings: tuple[float, float, float]) -> tor
     return torch.log1p(steps) * scale + 1
 
 
+def ngram_rows(tokens_T: torch.Tensor, ngrams: Ngrams) -> torch.Tensor:
+    """Rows [T, heads] of the table for each token of one document, int64 (llama.cpp's qwen4exp.cpp, set_input).
+
+    row = (t[p] m[0] ^ t[p-1] m[1] ^ ...) mod size + offset, in 64 bits that wrap. An end-of-text token and what lies
+    before it, or before the document, reads as that token; a token's own end does not cut what it sees.
+    """
+    eos = ngrams.eos_token_id
+    words = [tokens_T]
+    is_cut = torch.zeros_like(tokens_T, dtype=torch.bool)
+    for distance in range(1, ngrams.ngram_size):
+        earlier = torch.nn.functional.pad(tokens_T, (distance, 0), value=eos)[: tokens_T.shape[0]]
+        is_cut = is_cut | (earlier == eos)
+        words.append(torch.where(is_cut, eos, earlier))
+    rows: list[torch.Tensor] = []
+    mixed = words[0] * _wrapped(ngrams.layer_multipliers[0])
+    for word, multiplier in zip(words[1:], ngrams.layer_multipliers[1:], strict=False):
+        mixed = mixed ^ (word * _wrapped(multiplier))
+        for _ in range(ngrams.heads_per_ngram):
+            size, offset = ngrams.head_vocab_sizes[len(rows)], ngrams.head_offsets[len(rows)]
+            # The bits are unsigned: a negative number stands for 2^64 more.
+            rest = torch.where(mixed < 0, (mixed.remainder(size) + pow(2, 64, size)) % size, mixed.remainder(size))
+            rows.append(rest + offset)
+    return torch.stack(rows, 1)
+
+
+def _wrapped(number: int) -> int:
+    """An unsigned number of 64 bits as the signed one of the same bits."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _given(node: Node) -> Leaf:
+    """What llama.cpp wrote into an input of one document, the same in each run."""
+    values = torch.frombuffer(bytearray(node.value), dtype=TYPES[node.type])
+    if values.is_floating_point():
+        values = values.float()
+    return lambda frame: values.to(frame.rows.device).reshape(frame.shape(node.shape))
+
+
+TYPES = {"f32": torch.float32, "f16": torch.float16, "i32": torch.int32, "i64": torch.int64}
+
 INPUTS: dict[str, Callable[[Frame, Node], torch.Tensor]] = {
     "k_idxs": _cells,
     "k_idxs_swa": _cells,
@@ -76,6 +116,10 @@ def input_of(graph: Graph, node: Node) -> Leaf:
         return lambda frame: dense_mask(frame, mask, uses_alibi=graph.uses_alibi)
     if node.name == "attn_temperature":
         return lambda frame: _attn_temperature(frame, graph.attn_temperature).reshape(frame.shape(node.shape))
+    if node.value:
+        return _given(node)
+    if node.name == "ngram_rows" and (ngrams := graph.ngrams) is not None:
+        return lambda frame: ngram_rows(frame.batch.tokens_T, ngrams).reshape(frame.shape(node.shape))
     bind = INPUTS.get(node.name)
     if node.role == "unknown_input" or bind is None:
         known = ", ".join(sorted({*INPUTS, *MASKS, "attn_temperature"}))

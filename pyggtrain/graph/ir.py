@@ -11,8 +11,8 @@ them.
 
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -71,6 +71,7 @@ class Node:
     Attributes:
         sources: the nodes that the operation reads, None where it takes none.
         view_parent: the node whose memory this is, or None.
+        value: of an input of one document (`fit_document`), what llama.cpp wrote into it.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Node:
     sources: tuple[int | None, ...]
     view_parent: int | None
     view_offset: Number
+    value: bytes = b""
 
     @property
     def is_leaf(self) -> bool:
@@ -108,6 +110,26 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Ngrams:
+    """How a file picks rows of a table by the last tokens (its `ple` keys): one hash for each size of n-gram and head.
+
+    Attributes:
+        ngram_size: the longest n-gram; there are sizes 2 to this.
+        heads_per_ngram: rows for each size.
+        eos_token_id: what lies before it does not count.
+        layer_multipliers: of each place in an n-gram, the newest first.
+        head_offsets, head_vocab_sizes: of each row's part of the table.
+    """
+
+    ngram_size: int
+    heads_per_ngram: int
+    eos_token_id: int
+    layer_multipliers: Sequence[int]
+    head_offsets: Sequence[int]
+    head_vocab_sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Graph:
     """Nodes in llama.cpp's order of computing, each after those that it reads. For `window` and the like see
     `capture.Captures`.
@@ -120,6 +142,7 @@ class Graph:
     is_causal: bool
     uses_alibi: bool
     attn_temperature: tuple[float, float, float]
+    ngrams: Ngrams | None = None
 
 
 def fit(captures: Captures) -> Graph:
@@ -128,14 +151,40 @@ def fit(captures: Captures) -> Graph:
     Raises:
         UnsupportedError: the captures differ in more than numbers, or a number is no such polynomial.
     """
-    graphs = captures.graphs
+    return _fit(captures, captures.graphs, _fit_number)
+
+
+def fit_document(captures: Captures) -> Graph:
+    """The graph of one document of one length, whose numbers depend on the number of output rows alone.
+
+    An input keeps the value that llama.cpp wrote into it, unless that was another one for other tokens.
+
+    Args:
+        captures: of `capture.capture_document`.
+
+    Raises:
+        UnsupportedError: as `fit`.
+    """
+    few, many, other = captures.graphs
+    graph = _fit(captures, (few, many), _fit_in_outputs)
+    nodes = tuple(
+        replace(node, value=ours.value if ours.value == theirs.value else b"")
+        for node, ours, theirs in zip(graph.nodes, few.tensors, other.tensors, strict=True)
+    )
+    return replace(graph, nodes=nodes)
+
+
+_Fit = Callable[[Sequence[Capture], Sequence[int], str], Number]
+
+
+def _fit(captures: Captures, graphs: Sequence[Capture], fit_number: _Fit) -> Graph:
     lengths = {len(graph.tensors) for graph in graphs}
     if len(lengths) != 1:
         raise UnsupportedError(
             f"This model's graph has another number of nodes at each number of tokens ({sorted(lengths)}), "
             "which is not implemented."
         )
-    nodes = tuple(_fit_node(graphs, index) for index in range(len(graphs[0].tensors)))
+    nodes = tuple(_fit_node(graphs, index, fit_number) for index in range(len(graphs[0].tensors)))
     return Graph(
         nodes=nodes,
         logits=len(nodes) - 1,
@@ -147,7 +196,7 @@ def fit(captures: Captures) -> Graph:
     )
 
 
-def _fit_node(graphs: Sequence[Capture], index: int) -> Node:
+def _fit_node(graphs: Sequence[Capture], index: int, fit_number: _Fit) -> Node:
     tensors = [graph.tensors[index] for graph in graphs]
     first = tensors[0]
     for name in ("op", "role", "type", "sources", "view_parent"):
@@ -158,7 +207,7 @@ def _fit_node(graphs: Sequence[Capture], index: int) -> Node:
 
     def row(field: str) -> tuple[Number, ...]:
         return tuple(
-            _fit_number(graphs, values, f"{field} of {first.op} '{first.name}'")
+            fit_number(graphs, values, f"{field} of {first.op} '{first.name}'")
             for values in zip(*(getattr(tensor, field) for tensor in tensors), strict=True)
         )
 
@@ -172,10 +221,21 @@ def _fit_node(graphs: Sequence[Capture], index: int) -> Node:
         params=row("params"),
         sources=tuple(None if source < 0 else source for source in first.sources),
         view_parent=None if first.view_parent < 0 else first.view_parent,
-        view_offset=_fit_number(
+        view_offset=fit_number(
             graphs, [tensor.view_offset for tensor in tensors], f"offset of {first.op} '{first.name}'"
         ),
     )
+
+
+def _fit_in_outputs(graphs: Sequence[Capture], values: Sequence[int], what: str) -> Number:
+    """c + o O from two captures."""
+    (few, many), (value_few, value_many) = graphs, values
+    if value_few == value_many:
+        return value_few
+    slope = Fraction(value_many - value_few, many.num_outputs - few.num_outputs)
+    constant = value_few - slope * few.num_outputs
+    divisor = math.lcm(slope.denominator, constant.denominator)
+    return Polynomial(int(constant * divisor), 0, 0, int(slope * divisor), divisor)
 
 
 def _fit_number(graphs: Sequence[Capture], values: Sequence[int], what: str) -> Number:

@@ -18,15 +18,24 @@ from torch.utils.checkpoint import checkpoint
 from pyggtrain import ops
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.gguf import GGUFFile
-from pyggtrain.graph.capture import capture
+from pyggtrain.graph.cache import cached_capture
+from pyggtrain.graph.capture import DOCUMENT_UNIT
 from pyggtrain.graph.frame import Frame
-from pyggtrain.graph.importer import import_steps, split_at_head
-from pyggtrain.graph.ir import Graph, fit
-from pyggtrain.graph.lowering.scan import RECURRENT
-from pyggtrain.graph.program import Region, Step, dead_after, regions
-from pyggtrain.graph.rewrite import Reach, forward_casts, join, name_masks, order_memory, take_out_adapter
+from pyggtrain.graph.importer import Program, import_steps, make_program
+from pyggtrain.graph.ir import Graph, fit, fit_document
+from pyggtrain.graph.program import Step
+from pyggtrain.graph.rewrite import (
+    Reach,
+    forward_casts,
+    join,
+    name_masks,
+    name_rows_of_tokens,
+    order_memory,
+    take_out_adapter,
+    without_gradient,
+)
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
-from pyggtrain.nn import Batch, Model, QuantLinear, run_layer
+from pyggtrain.nn import Batch, ExpertLinear, Model, QuantLinear, run_layer
 from pyggtrain.ops.linear_cross_entropy import IGNORED, default_chunk
 
 logger = logging.getLogger(__name__)
@@ -39,8 +48,23 @@ def training_graph(file: GGUFFile, *, num_ctx: int | None = None) -> tuple[Graph
         BridgeError: llama.cpp cannot build it.
         UnsupportedError: it depends on the number of tokens in a way that is not implemented.
     """
-    graph, reach = take_out_adapter(fit(capture(file.path, num_ctx=num_ctx)))
-    return join(order_memory(name_masks(forward_casts(graph)))), reach
+    return _rewritten(fit(cached_capture(file, num_ctx=num_ctx)))
+
+
+def document_graph(file: GGUFFile, num_tokens: int, *, num_ctx: int | None = None) -> tuple[Graph, Reach]:
+    """As `training_graph`, of one document of `num_tokens` tokens (a multiple of `capture.DOCUMENT_UNIT`)."""
+    graph = fit_document(cached_capture(file, num_ctx=num_ctx, num_tokens=num_tokens))
+    return _rewritten(name_rows_of_tokens(graph, file.metadata))
+
+
+def _rewritten(graph: Graph) -> tuple[Graph, Reach]:
+    graph, reach = take_out_adapter(graph)
+    graph = join(order_memory(name_masks(forward_casts(graph))))
+    return graph, without_gradient(graph, reach)
+
+
+class _EncoderError(UnsupportedError):
+    """Tokens of the model see later ones."""
 
 
 class ImportedModel(Model):
@@ -55,7 +79,10 @@ class ImportedModel(Model):
 
     Attributes:
         linears, untrainable, head_is_tied, checkpoint_policy, loss_chunk: see `nn.Model`.
-        takes_one_document: documents of a batch run one after another: a state would carry from one to the next.
+        takes_one_document: documents of a batch run one after another: a state would carry from one to the next, or
+            blocks of tokens are counted from the first token on.
+        unit: documents are filled up to a multiple of so many tokens; None: they are not.
+        question: what else than the file decides what is computed.
 
     Raises:
         BridgeError: llama.cpp cannot build the graph.
@@ -66,48 +93,79 @@ class ImportedModel(Model):
         self, file: GGUFFile, *, device: str = "cpu", compute: str = "auto", num_ctx: int | None = None
     ) -> None:
         super().__init__(file.architecture)
-        graph, reach = training_graph(file, num_ctx=num_ctx)
-        if not graph.is_causal:
-            raise UnsupportedError(
-                f"{file.path} is an encoder ({file.architecture}): its tokens see later ones, "
-                "and training needs a decoder."
-            )
-        weights = Weights(self, file, device=device, compute=compute)
-        steps, leaves = import_steps(graph, reach, weights, compute=compute)
-        body, tail, hidden = split_at_head(graph, steps, leaves)
-        self._regions, self._is_layer = regions(body, leaves, hidden)
-        self._dead = dead_after(self._regions, hidden)
-        self._tail = Region(tail, leaves, [hidden], [graph.logits])
-        num_logits = graph.nodes[graph.logits].shape[-1]
-        assert isinstance(num_logits, int), "the size of the vocabulary depends on the number of tokens"
-        self._num_logits = num_logits
-        head = tail[0].weights
+        self.question = f"{device} {compute} {num_ctx}"
+        self._file = file
+        self._num_ctx = num_ctx
+        self._compute = compute
+        self._weights = Weights(self, file, device=device, compute=compute)
+        self._programs: dict[int | None, Program] = {}
+        # A few graphs exist only for documents of a given length: one program for each length then.
+        self.unit: int | None = None
+        try:
+            first, reach = self._add_program(None)
+        except _EncoderError:
+            raise
+        except UnsupportedError as error:
+            logger.info("%s Taking the graph of single documents instead.", error)
+            self.unit = DOCUMENT_UNIT
+            first, reach = self._add_program(DOCUMENT_UNIT)
+        self._num_logits = first.num_logits
         # Only where nothing follows the product, not even a bias, does the loss need no logits.
-        is_plain = len(tail) == len(head) == 1
-        self._head_loss = _head_loss(weights.modules[head[0]], compute) if is_plain else None
-        self.linears = weights.linears
+        head = first.head
+        self._head_loss = _head_loss(self._weights.modules[head[0]], compute) if first.has_plain_head else None
+        self.linears = self._weights.linears
         self.head_is_tied = head[0] == "token_embd.weight"
         self.untrainable = {
             name: _why_untrainable(name, reach, self.head_is_tied) for name in file.tensors if name not in self.linears
         }
-        # A few graphs do not ask which rows are wanted and give all of them.
-        self._selects_rows = any(node.role == "input" and node.name == "out_ids" for node in graph.nodes)
-        # A cache holds each token in a cell of its own, and masks keep documents apart in it as they do without one.
-        self.takes_one_document = any(node.op in RECURRENT or node.name == "s_copy" for node in graph.nodes)
-        if self.takes_one_document:
+        self.takes_one_document = first.is_recurrent or self.unit is not None
+        if first.is_recurrent:
             logger.info("%s carries a state from token to token: documents run one after another.", file.architecture)
+        elif self.takes_one_document:
+            logger.info(
+                "%s groups tokens in blocks: documents run one after another, filled up to a multiple of %d tokens.",
+                file.architecture,
+                DOCUMENT_UNIT,
+            )
+
+    def _add_program(self, num_tokens: int | None) -> tuple[Program, Reach]:
+        """The program of documents of `num_tokens` tokens; None: of any batch."""
+        if num_tokens is None:
+            graph, reach = training_graph(self._file, num_ctx=self._num_ctx)
+        else:
+            graph, reach = document_graph(self._file, num_tokens, num_ctx=self._num_ctx)
+        if not graph.is_causal:
+            raise _EncoderError(
+                f"{self._file.path} is an encoder ({self._file.architecture}): its tokens see later ones, "
+                "and training needs a decoder."
+            )
+        steps, leaves = import_steps(graph, reach, self._weights, compute=self._compute)
+        program = make_program(graph, steps, leaves)
+        self._programs[num_tokens] = program
+        return program, reach
+
+    def _prepared(self, batch: Batch) -> tuple[Program, Batch]:
+        """The program for a batch, and the batch as it takes it: a document may have to be filled up at its end."""
+        if self.unit is None:
+            return self._programs[None], batch
+        num_missing = -batch.num_tokens % self.unit
+        num_tokens = batch.num_tokens + num_missing
+        if num_tokens not in self._programs:
+            self._add_program(num_tokens)
+        return self._programs[num_tokens], filled_up(batch, num_missing)
 
     @property
     def layers(self) -> list[nn.Module]:
-        return [region for region, is_layer in zip(self._regions, self._is_layer, strict=True) if is_layer]
+        return list(self._programs[self.unit].layers)
 
     def hidden(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
         """The head's input, float32 [O, D], of the tokens `rows` (int64 [O]) of a batch that the graph takes as a
         whole.
         """
+        program, batch = self._prepared(batch)
         frame = Frame(batch, rows, with_noise=self.with_noise)
         known: dict[int, torch.Tensor] = {}
-        for region, is_layer, dead in zip(self._regions, self._is_layer, self._dead, strict=True):
+        for region, is_layer, dead in zip(program.regions, program.is_layer, program.dead, strict=True):
             values = [known[index] for index in region.inputs]
             policy = self.checkpoint_policy if is_layer else "none"
             outputs = run_layer(partial(region, frame=frame), *values, policy=policy)
@@ -115,12 +173,16 @@ class ImportedModel(Model):
             for index in dead:
                 del known[index]
         (x_OD,) = known.values()
-        return x_OD if self._selects_rows else x_OD[rows]
+        return x_OD if program.selects_rows else x_OD[rows]
 
-    def run_steps(self, frame: Frame) -> Iterator[tuple[Step, torch.Tensor]]:
-        """Each step of the graph with its value, without anything being freed: to look inside."""
+    def run_steps(self, batch: Batch) -> Iterator[tuple[Step, torch.Tensor]]:
+        """Each step of the graph with its value for all tokens of a batch, without anything being freed: to look
+        inside.
+        """
+        program, batch = self._prepared(batch)
+        frame = Frame(batch, torch.arange(batch.num_tokens, device=batch.tokens_T.device))
         known: dict[int, torch.Tensor] = {}
-        for region in (*self._regions, self._tail):
+        for region in (*program.regions, program.tail):
             yield from region.run(frame, known)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
@@ -193,7 +255,21 @@ class ImportedModel(Model):
         return torch.stack(losses).sum(), int((targets_O != IGNORED).sum())
 
     def _logits_of(self, batch: Batch, rows: torch.Tensor, x_OD: torch.Tensor) -> torch.Tensor:
-        return self._tail(x_OD, frame=Frame(batch, rows))  # type: ignore[no-any-return]
+        program, batch = self._prepared(batch)
+        return program.tail(x_OD, frame=Frame(batch, rows))  # type: ignore[no-any-return]
+
+
+def filled_up(batch: Batch, num_missing: int) -> Batch:
+    """A batch of one document with tokens after its end, which none before them sees and nothing is learnt from."""
+    if not num_missing:
+        return batch
+    end = batch.num_tokens
+    return Batch(
+        tokens_T=functional.pad(batch.tokens_T, (0, num_missing)),
+        positions_T=torch.arange(end + num_missing, device=batch.positions_T.device),
+        targets_T=functional.pad(batch.targets_T, (0, num_missing), value=IGNORED),
+        cu_seqlens=batch.cu_seqlens.new_tensor([0, end + num_missing]),
+    )
 
 
 def _rows_with_target(batch: Batch) -> torch.Tensor:
@@ -203,9 +279,10 @@ def _rows_with_target(batch: Batch) -> torch.Tensor:
 
 
 def _head_loss(
-    head: QuantLinear | FrozenTensor, compute: str
+    head: QuantLinear | ExpertLinear | FrozenTensor, compute: str
 ) -> Callable[[torch.Tensor, torch.Tensor, int | None], tuple[torch.Tensor, int]]:
     """The loss of hidden states, targets and chunk size at a head that nothing follows."""
+    assert not isinstance(head, ExpertLinear), "an output head of experts"
     if isinstance(head, QuantLinear):
         return lambda x_OD, targets_O, chunk: head.cross_entropy(x_OD, targets_O, chunk=chunk)
     weight = as_matrix(head.quant)

@@ -31,7 +31,7 @@ class Step:
         kernel: (frame, *values of the sources) -> value.
         weights: names of the weights that it computes with.
         name: llama.cpp's name of the node.
-        linear: the trainable product that it is, or None.
+        linear: the trainable product with a matrix that it is, or None.
         is_sum: it adds two values of one shape.
     """
 

@@ -5,18 +5,23 @@
 * `order_memory`: llama.cpp writes into caches and states and reads views of them later, ordered by nothing but the
   order of computing. Here every write makes a new version, and a view reads the version that was there when it ran.
 * `name_masks`: an attention whose mask is an input carries the mask's meaning in its name and reads no mask.
+* `name_rows_of_tokens`: rows that are picked by n-grams of tokens are known as such.
 * `join`: a norm and its weight, a product and its bias become one node, for the project's own operations.
+* `without_gradient`: weights that only choose are no longer called trainable.
 * `prune`: what the logits do not need leaves.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from pyggtrain.graph.ir import Graph, Node
+from pyggtrain.graph.ir import Graph, Ngrams, Node
 
 PRODUCTS = frozenset({"MUL_MAT", "MUL_MAT_ID"})
 VIEWS = frozenset({"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
 _FLOATS = frozenset({"f32", "f16", "bf16"})
+_CHOICES = frozenset({"ARGSORT", "TOP_K"})
 
 
 @dataclass(frozen=True)
@@ -81,25 +86,33 @@ def _reached(graph: Graph, node: Node) -> str | None:
 
 
 def _scaled_product(graph: Graph, index: int | None) -> Node | None:
-    """MUL(W x, one number of the file) as one node MUL_MAT_SCALED with sources (W, x, number), or None if `index` is
-    none.
+    """MUL(W x, the file's own factor) as one node, or None if `index` is none.
+
+    A matrix has one factor, and becomes MUL_MAT_SCALED with sources (W, x, factor). A stack of experts has one for each
+    expert, which llama.cpp spreads over the chosen ones: MUL_MAT_ID_SCALED with sources (W, x, ids, factors).
     """
     if index is None:
         return None
     node = graph.nodes[index]
-    if node.op != "MUL" or _weight_of(graph, node.sources[0]) is None or node.sources[1] is None:
+    if node.op != "MUL" or _weight_of(graph, node.sources[0]) is None:
         return None
-    product, scale = graph.nodes[_first(node)], graph.nodes[node.sources[1]]
-    if product.op != "MUL_MAT" or scale.role != "weight" or scale.shape != (1, 1, 1, 1):
+    product, factor = graph.nodes[_first(node)], node.sources[1]
+    if product.op == "MUL_MAT_ID":
+        for op in ("GET_ROWS", "REPEAT", "RESHAPE"):
+            if factor is None or graph.nodes[factor].op != op:
+                return None
+            factor = graph.nodes[factor].sources[0]
+    if factor is None or graph.nodes[factor].role != "weight":
         return None
-    return replace(node, op="MUL_MAT_SCALED", sources=(*product.sources, node.sources[1]))
+    if product.op == "MUL_MAT" and graph.nodes[factor].shape != (1, 1, 1, 1):
+        return None
+    return replace(node, op=f"{product.op}_SCALED", sources=(*product.sources, factor))
 
 
 def take_out_adapter(graph: Graph) -> tuple[Graph, Reach]:
     """The graph without the probing adapter, and what the adapter reached.
 
-    A pair that llama.cpp adds after it has scaled the weight's own product stays unscaled: such a product becomes
-    MUL_MAT_SCALED.
+    A pair that llama.cpp adds after it has scaled the weight's own product stays unscaled: see `_scaled_product`.
     """
     num_pairs: Counter[str] = Counter()
     num_products: Counter[str] = Counter()
@@ -108,9 +121,7 @@ def take_out_adapter(graph: Graph) -> tuple[Graph, Reach]:
     for index, node in enumerate(graph.nodes):
         if (weight := _weight_of(graph, index)) is not None:
             num_products[weight] += 1
-            if node.op == "MUL_MAT_ID":
-                odd[weight] = "is a stack of experts, whose training through the graph is not implemented yet"
-            elif graph.nodes[_first(node)].shape[:2] != (1, 1):
+            if node.op == "MUL_MAT" and graph.nodes[_first(node)].shape[:2] != (1, 1):
                 odd[weight] = "is a stack of matrices, whose training is not implemented"
         if (name := _reached(graph, node)) is not None:
             num_pairs[name] += 1
@@ -141,6 +152,24 @@ def take_out_adapter(graph: Graph) -> tuple[Graph, Reach]:
         else:
             walk.add(index, walk.carried(scaled.get(index, node)))
     return walk.finished(), Reach(frozenset(num_products) - frozenset(missed), missed)
+
+
+def without_gradient(graph: Graph, reach: Reach) -> Reach:
+    """`reach` without the weights that only choose: a choice has no slope, so the loss would leave their pairs at rest.
+
+    Args:
+        graph: after all other passes.
+        reach: what llama.cpp's adapter path reaches.
+    """
+    is_felt = {graph.logits}
+    for index in range(graph.logits, -1, -1):
+        if index in is_felt and graph.nodes[index].op not in _CHOICES:
+            is_felt.update(source for source in graph.nodes[index].sources if source is not None)
+    felt = {graph.nodes[index].name for index in is_felt if graph.nodes[index].role == "weight"}
+    unfelt = dict.fromkeys(
+        reach.trainable - felt, "only chooses what the model attends to, and the loss has no gradient for a choice"
+    )
+    return Reach(reach.trainable & felt, {**reach.missed, **unfelt})
 
 
 def forward_casts(graph: Graph) -> Graph:
@@ -224,6 +253,25 @@ def name_masks(graph: Graph) -> Graph:
         return replace(node, op=f"{node.op}.{mask.name}", sources=(*node.sources[:3], None, *node.sources[4:]))
 
     return replace(graph, nodes=tuple(named(node) for node in graph.nodes))
+
+
+def name_rows_of_tokens(graph: Graph, metadata: Mapping[str, Any]) -> Graph:
+    """The graph in which the input that picks rows of a table by n-grams of tokens is called "ngram_rows".
+
+    No owner that csrc/graph.cpp could ask tells its meaning; what it reads does, and the file's `ple` keys say how.
+    """
+    architecture = metadata["general.architecture"]
+    if f"{architecture}.ple.ngram_size" not in metadata:
+        return graph
+    named = {}
+    for node in graph.nodes:
+        if node.op == "GET_ROWS" and graph.nodes[_first(node)].name == "per_layer_token_embd.weight":
+            rows = node.sources[1]
+            if rows is not None and graph.nodes[rows].role == "unknown_input":
+                named[rows] = replace(graph.nodes[rows], name="ngram_rows", role="input", value=b"")
+    keys = ("ngram_size", "heads_per_ngram", "eos_token_id", "layer_multipliers", "head_offsets", "head_vocab_sizes")
+    ngrams = Ngrams(*(metadata[f"{architecture}.ple.{key}"] for key in keys))
+    return replace(graph, nodes=tuple(named.get(index, node) for index, node in enumerate(graph.nodes)), ngrams=ngrams)
 
 
 def join(graph: Graph) -> Graph:

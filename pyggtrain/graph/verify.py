@@ -8,8 +8,9 @@ gives about 100 %.
 A model that differs by more is searched for the first value that does.
 """
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -17,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from pyggtrain import _bridge
 from pyggtrain.errors import ParityError
 from pyggtrain.gguf import GGUFFile
-from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.cache import remembered
 from pyggtrain.graph.model import ImportedModel
 from pyggtrain.nn import Batch
 
@@ -46,12 +47,26 @@ class Verification:
     num_tokens: int
 
 
+def verify_once(file: GGUFFile, model: ImportedModel) -> Verification:
+    """`verify`, whose result is kept on disk for the file's header and this build (`graph.cache`).
+
+    A model is made of the file's graph and the package's sources, and both are in the key. What a damaged file's
+    weights do is no matter of the graph.
+    """
+
+    def read(text: bytes) -> Verification:
+        return Verification(**json.loads(text))
+
+    return remembered(file, f"verify {model.question}", lambda: json.dumps(asdict(verify(file, model))).encode(), read)
+
+
 def verify(file: GGUFFile, model: ImportedModel) -> Verification:
-    """Compare the model of a file, without adapter, with llama.cpp on 64 tokens spread over the vocabulary.
+    """Compare the model of a file, without adapter, with llama.cpp on 64 tokens spread over the vocabulary (on as many
+    as a document is filled up to, where it is).
 
     Args:
         file: whose weights the model has.
-        model: on the CPU.
+        model: of this file.
 
     Raises:
         ParityError: they differ; the message names the first value that does.
@@ -68,12 +83,11 @@ def verify(file: GGUFFile, model: ImportedModel) -> Verification:
         use_mmap=file.is_mapped,
     )
     try:
-        stride = max(1, session.num_tokens // NUM_TOKENS)
-        tokens = list(range(0, session.num_tokens, stride))[:NUM_TOKENS]
-        batch = Batch.from_documents([(tokens, tokens)])
+        tokens = spread_tokens(session.num_tokens, NUM_TOKENS if model.unit is None else model.unit)
+        batch = Batch.from_documents([(tokens, tokens)]).to(next(model.buffers()).device)
         served = from_dlpack(session.logits(tokens))
         with torch.no_grad():
-            logits = model.logits(batch)
+            logits = model.logits(batch).float().cpu()
             error = relative_error(logits, served)
             if not error <= bound:
                 raise ParityError(
@@ -87,6 +101,12 @@ def verify(file: GGUFFile, model: ImportedModel) -> Verification:
     finally:
         session.close()
     return Verification(error, bound, float(kl), len(tokens))
+
+
+def spread_tokens(num_known: int, num_tokens: int) -> list[int]:
+    """`num_tokens` tokens spread over a vocabulary of `num_known`."""
+    stride = max(1, num_known // num_tokens)
+    return [place * stride % num_known for place in range(num_tokens)]
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -110,7 +130,6 @@ def _first_difference(model: ImportedModel, session: _bridge.Session, batch: Bat
 
 def _values(model: ImportedModel, batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
     """Every value that llama.cpp gives a name of its own, in the order of computing."""
-    frame = Frame(batch, torch.arange(batch.num_tokens))
-    for step, value in model.run_steps(frame):
+    for step, value in model.run_steps(batch):
         if step.name and not step.name.startswith(("node_", " ")):
             yield step.name, value

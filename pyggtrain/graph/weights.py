@@ -5,7 +5,7 @@ from torch import nn
 
 from pyggtrain import ops
 from pyggtrain.gguf import GGUFFile, QuantTensor
-from pyggtrain.nn import QuantLinear
+from pyggtrain.nn import ExpertLinear, QuantLinear
 
 _INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 
@@ -72,7 +72,7 @@ class Weights:
         self._file = file
         self._device = device
         self._compute = compute
-        self.modules: dict[str, FrozenTensor | QuantLinear] = {}
+        self.modules: dict[str, FrozenTensor | QuantLinear | ExpertLinear] = {}
 
     def tensor(self, name: str) -> QuantTensor:
         return self._file.place(name, self._device)
@@ -96,12 +96,23 @@ class Weights:
         assert isinstance(module, QuantLinear)
         return module
 
-    @property
-    def linears(self) -> dict[str, QuantLinear]:
-        """The matrices that an adapter may train, in the order in which the model computes with them."""
-        return {name: module for name, module in self.modules.items() if isinstance(module, QuantLinear)}
+    def take_experts(self, name: str) -> ExpertLinear:
+        """The module of a stack of experts that an adapter may train."""
+        module = self.modules.get(name)
+        if module is None:
+            module = ExpertLinear(self.tensor(name), compute=self._compute)
+            self._put(name, module)
+        assert isinstance(module, ExpertLinear)
+        return module
 
-    def _put(self, name: str, module: FrozenTensor | QuantLinear) -> None:
+    @property
+    def linears(self) -> dict[str, QuantLinear | ExpertLinear]:
+        """What an adapter may train, in the order in which the model computes with it."""
+        return {
+            name: module for name, module in self.modules.items() if isinstance(module, (QuantLinear, ExpertLinear))
+        }
+
+    def _put(self, name: str, module: FrozenTensor | QuantLinear | ExpertLinear) -> None:
         self.modules[name] = module
         *folders, last = name.removesuffix(".weight").split(".")
         place = self._root

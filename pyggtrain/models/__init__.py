@@ -32,7 +32,7 @@ def load(
     """Build the model of a file on top of its own blocks. On the CPU no weight is copied.
 
     A hand-written model checks every tensor against the metadata's shapes. An imported one is compared with llama.cpp
-    on 64 tokens before it is handed out.
+    on 64 tokens before it is handed out, once for each file and build.
 
     Args:
         file: an opened GGUF file.
@@ -78,12 +78,12 @@ def load(
 def _imported(file: GGUFFile, *, device: str, compute: str, num_ctx: int | None, is_checked: bool) -> Model:
     # Importing costs half a second of definitions that a native model does not need.
     from pyggtrain.graph.model import ImportedModel
-    from pyggtrain.graph.verify import verify
+    from pyggtrain.graph.verify import verify_once
 
     model = ImportedModel(file, device=device, compute=compute, num_ctx=num_ctx)
     if not is_checked:
         return model
-    verified = verify(file, model)
+    verified = verify_once(file, model)
     logger.info(
         "%s: model imported from llama.cpp's own graph; logits of %d tokens differ by %.1e of their size (needed: "
         "%.1e)",

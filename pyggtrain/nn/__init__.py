@@ -3,6 +3,7 @@
 from pyggtrain.nn.batch import Batch
 from pyggtrain.nn.checkpointing import GPU_POLICIES, POLICIES, kept_by, run_layer
 from pyggtrain.nn.embedding import Embedding
+from pyggtrain.nn.expert_linear import ExpertLinear
 from pyggtrain.nn.fused_layer import FusedLayer, FusedLayers
 from pyggtrain.nn.host_stash import HostStash
 from pyggtrain.nn.model import Model, activation_dtype, why_untrainable
@@ -15,6 +16,7 @@ __all__ = [
     "POLICIES",
     "Batch",
     "Embedding",
+    "ExpertLinear",
     "FusedLayer",
     "FusedLayers",
     "HostStash",

@@ -36,6 +36,7 @@ _KEPT = {
 _RESIDUAL = {torch.ops.pyggtrain.quant_linear.default: 5, torch.ops.pyggtrain.lora_linear.default: 9}
 _KEPT_BY_MATMULS = {
     *_RESIDUAL,
+    torch.ops.pyggtrain.expert_linear.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pyggtrain.nn.batch import Batch
+from pyggtrain.nn.expert_linear import ExpertLinear
 from pyggtrain.nn.quant_linear import QuantLinear
 from pyggtrain.ops.fused import Kept
 
@@ -16,8 +17,8 @@ class Model(nn.Module, ABC):
 
     Attributes:
         architecture: `general.architecture` of the file.
-        linears: every weight that an adapter may train, by its tensor name. llama.cpp applies a low-rank pair to
-            exactly these.
+        linears: every weight that an adapter may train, by its tensor name: matrices and stacks of experts. llama.cpp
+            applies a low-rank pair to exactly these.
         untrainable: the file's other tensors by name, each with the reason why an adapter cannot train it.
         head_is_tied: the output head is the token embedding; no adapter can hold its change.
         checkpoint_policy: which activations are kept for backward, see `nn.checkpointing`.
@@ -31,7 +32,7 @@ class Model(nn.Module, ABC):
     def __init__(self, architecture: str) -> None:
         super().__init__()
         self.architecture = architecture
-        self.linears: dict[str, QuantLinear] = {}
+        self.linears: dict[str, QuantLinear | ExpertLinear] = {}
         self.untrainable: dict[str, str] = {}
         self.head_is_tied = False
         self.checkpoint_policy = "none"

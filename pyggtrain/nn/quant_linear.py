@@ -11,8 +11,8 @@ class LoraPair(nn.Module):
     """The trained part of one linear: W becomes W + scale · B A, without ever forming B A.
 
     Args:
-        lora_a: float32 [R, K].
-        lora_b: float32 [N, R].
+        lora_a: float32 [R, K]; of experts [E, R, K].
+        lora_b: float32 [N, R]; of experts [E, N, R].
         scale: alpha / r, as llama.cpp will compute it.
         dropout: probability that an element of the input is hidden from this pair while training.
     """
@@ -26,7 +26,7 @@ class LoraPair(nn.Module):
 
     @property
     def rank(self) -> int:
-        return self.lora_a.shape[0]
+        return self.lora_b.shape[-1]
 
     @property
     def has_dropout(self) -> bool:

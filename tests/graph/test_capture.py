@@ -10,8 +10,8 @@ from pyggtrain.errors import BridgeError
 from pyggtrain.gguf import GGUFFile, typed_metadata, write_gguf
 from pyggtrain.graph.capture import LENGTHS, capture, read_captures
 
-TENSOR = ["x", "ADD", "node", "f32", [1, 1, 2, 3], [24, 24, 12, 4], [0] * 16, [0, 0], -1, 0]
-LEAF = ["x", "NONE", "input", "f32", [1, 1, 2, 3], [24, 24, 12, 4], [0] * 16, [], -1, 0]
+TENSOR = ["x", "ADD", "node", "f32", [1, 1, 2, 3], [24, 24, 12, 4], [0] * 16, [0, 0], -1, 0, ""]
+LEAF = ["x", "NONE", "input", "f32", [1, 1, 2, 3], [24, 24, 12, 4], [0] * 16, [], -1, 0, ""]
 GRAPHS: dict[str, Any] = {
     "window": 0,
     "window_type": "none",
@@ -66,6 +66,7 @@ def test_a_well_formed_graph_is_read() -> None:
         (7, [-2]),
         (8, 1),
         (9, True),
+        (10, "no base64"),
     ],
 )
 def test_text_that_is_no_graph_is_refused(place: int, value: object) -> None:

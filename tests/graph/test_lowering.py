@@ -188,6 +188,11 @@ CASES: dict[str, Case] = {
     "PERMUTE": Case(lambda x: torch.einsum("abcd->acbd", x), params={0: 0, 1: 2, 2: 1, 3: 3}),
     "REPEAT": Case(lambda x: torch.cat([x, x], 2), shape=(1, 2, 6, 4)),
     "RESHAPE": Case(lambda x: x.reshape(1, 1, 2, 12), shape=(1, 1, 2, 12)),
+    "POOL_2D": Case(
+        lambda x: torch.stack([x[:, :, :, :2].amax((2, 3)), x[:, :, :, 2:].amax((2, 3))], -1)[:, :, None],
+        ((1, 2, 3, 4),),
+        {0: 0, 1: 2, 2: 3, 3: 2, 4: 3},
+    ),
     "RMS_NORM": Case(
         lambda x, w: x / ((x * x).mean(-1, keepdim=True) + 0.125).sqrt() * w, ((1, 2, 3, 4), (1, 1, 1, 4)), {0: 0.125}
     ),
@@ -309,3 +314,12 @@ def test_views_read_what_their_strides_address(shape: tuple[int, ...], strides: 
     assert torch.equal(found, wanted)
     dy = torch.randn(shape, dtype=torch.float64)
     torch.testing.assert_close(torch.autograd.grad(found, memory, dy), torch.autograd.grad(wanted, memory, dy))
+
+
+def test_a_copy_between_numbers_and_whole_numbers_changes_the_kind() -> None:
+    x = torch.tensor([[[[1.0, 2.0]]]])
+    node = Node("node", "CPY", "node", "i32", (1, 1, 2, 1), (8, 8, 4, 4), (0,) * 16, (0, None), None, 0)
+    ids = lower(GRAPH, node)(FRAME, x, None)
+    assert ids.dtype == torch.int32 and ids.shape == (1, 1, 2, 1) and ids.flatten().tolist() == [1, 2]
+    node = Node("node", "CPY", "node", "f32", (1, 1, 1, 2), (8, 8, 8, 4), (0,) * 16, (0, None), None, 0)
+    assert lower(GRAPH, node)(FRAME, ids, None).dtype == torch.float32

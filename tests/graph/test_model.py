@@ -364,12 +364,14 @@ def test_a_layer_takes_and_gives_the_residual_stream_of_llama_cpps_name(
 def test_no_mask_of_tokens_by_tokens_is_made(tiny_llama: ImportedModel) -> None:
     batch = documents(200)
     shapes: list[tuple[int, ...]] = []
-    for region in tiny_llama._regions:
+    for region in tiny_llama._programs[None].regions:
         region.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape))
     with torch.no_grad():
         tiny_llama.logits(batch)
     assert shapes and not any(shape[-2:] == (200, 200) for shape in shapes)
-    assert not any(name.startswith("kq_mask") for region in tiny_llama._regions for name in _input_names(region))
+    assert not any(
+        name.startswith("kq_mask") for region in tiny_llama._programs[None].regions for name in _input_names(region)
+    )
 
 
 def _input_names(region: torch.nn.Module) -> list[str]:
@@ -392,7 +394,7 @@ def test_recurrent_models_say_once_that_documents_run_one_by_one(
 def test_an_encoder_is_refused(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = capture(tiny_llama_path)
     encoder = type(captures)(**{**vars(captures), "is_causal": False})
-    monkeypatch.setattr("pyggtrain.graph.model.capture", lambda path, num_ctx: encoder)
+    monkeypatch.setattr("pyggtrain.graph.model.cached_capture", lambda file, num_ctx, num_tokens=None: encoder)
     with pytest.raises(UnsupportedError, match="is an encoder"):
         ImportedModel(GGUFFile.open(tiny_llama_path))
 

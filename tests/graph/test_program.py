@@ -5,7 +5,6 @@ import weakref
 import torch
 
 from pyggtrain.gguf import quantize_tensor
-from pyggtrain.graph.experts import experts_product
 from pyggtrain.graph.frame import Frame
 from pyggtrain.graph.program import Step, cut_into_layers, dead_after, product_kernel, regions
 from pyggtrain.nn import Batch, QuantLinear
@@ -94,19 +93,3 @@ def test_the_residual_goes_into_the_product_that_ends_a_layer() -> None:
     # Not where the product is read by others too.
     other = [*program[:2], step(4, 2, weight="blk.0.y"), Step(3, (4, 2), add, (), "l_out", is_sum=True)]
     assert len(regions(other, LEAVES, 3)[0][0].steps) == 4
-
-
-def test_products_with_chosen_experts_equal_a_loop_with_gradients() -> None:
-    generator = torch.Generator().manual_seed(0)
-    stack = torch.randn(5, 3, 32, generator=generator)
-    weight = quantize_tensor("w", stack, "F32")
-    ids = torch.tensor([[4, 0], [0, 1], [4, 4], [1, 0]])
-    for width in (1, 2):
-        x = torch.randn(4, width, 32, generator=generator, requires_grad=True)
-        found = experts_product(x, ids, weight, compute="exact")
-        wanted = torch.stack(
-            [torch.stack([stack[ids[t, j]] @ x[t, min(j, width - 1)] for j in range(2)]) for t in range(4)]
-        )
-        torch.testing.assert_close(found, wanted)
-        dy = torch.randn(found.shape, generator=generator)
-        torch.testing.assert_close(torch.autograd.grad(found, x, dy), torch.autograd.grad(wanted, x, dy))

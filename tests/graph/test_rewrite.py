@@ -1,7 +1,16 @@
 """Passes over hand-made graphs: what an adapter reaches, the order of memory, masks by meaning, joined neighbours."""
 
 from pyggtrain.graph.ir import Graph, Node
-from pyggtrain.graph.rewrite import forward_casts, join, name_masks, order_memory, prune, take_out_adapter
+from pyggtrain.graph.rewrite import (
+    forward_casts,
+    join,
+    name_masks,
+    name_rows_of_tokens,
+    order_memory,
+    prune,
+    take_out_adapter,
+    without_gradient,
+)
 
 VECTOR = (1, 1, 1, 8)
 MATRIX = (1, 1, 8, 8)
@@ -68,13 +77,13 @@ def test_weights_that_an_adapter_misses_are_named_with_the_reason() -> None:
     raw = sketch.op("MUL_MAT", sketch.leaf("raw"), x)
     twice = sketch.leaf("twice")
     both = sketch.op("ADD", sketch.pair(sketch.op("MUL_MAT", twice, x), "twice", x), sketch.op("MUL_MAT", twice, x))
-    experts = sketch.op("MUL_MAT_ID", sketch.leaf("experts", shape=(1, 4, 8, 8)), x, x)
-    sketch.op("CONCAT", sketch.op("ADD", raw, both), sketch.pair(experts, "experts", x, "MUL_MAT_ID"))
+    stack = sketch.op("MUL_MAT", sketch.leaf("stack", shape=(1, 4, 8, 8)), x)
+    sketch.op("CONCAT", sketch.op("ADD", raw, both), sketch.pair(stack, "stack", x))
     _, reach = take_out_adapter(sketch.graph())
     assert not reach.trainable
     assert "outside of llama.cpp's LoRA path" in reach.missed["raw"]
     assert "only some of them" in reach.missed["twice"]
-    assert "experts" in reach.missed["experts"]
+    assert "stack of matrices" in reach.missed["stack"]
 
 
 def test_a_scale_of_the_weight_alone_stays_with_its_product() -> None:
@@ -171,3 +180,48 @@ def test_neighbours_that_others_read_too_are_not_joined() -> None:
     other = sketch.op("MUL_MAT", weight, norm)
     sketch.op("ADD", biased, other)
     assert ops_of(join(sketch.graph())) == ["RMS_NORM", "MUL", "MUL_MAT", "ADD", "MUL_MAT", "ADD"]
+
+
+def test_a_stack_of_experts_keeps_its_own_factors_away_from_the_pair() -> None:
+    sketch = Sketch()
+    x, ids = sketch.leaf("x", "input"), sketch.leaf("ids", "input")
+    experts, factors = sketch.leaf("experts"), sketch.leaf("experts.scale", shape=VECTOR)
+    product = sketch.op("MUL_MAT_ID", experts, x, ids)
+    spread = sketch.op("GET_ROWS", sketch.op("REPEAT", sketch.op("RESHAPE", factors)), ids)
+    sketch.op("UNARY.RELU", sketch.pair(sketch.op("MUL", product, spread), "experts", x, "MUL_MAT_ID"))
+    graph, reach = take_out_adapter(sketch.graph())
+    graph = prune(graph)
+    assert reach.trainable == {"experts"} and ops_of(graph) == ["MUL_MAT_ID_SCALED", "UNARY.RELU"]
+    (scaled,) = (node for node in graph.nodes if node.op == "MUL_MAT_ID_SCALED")
+    assert [graph.nodes[source].name for source in scaled.sources if source is not None] == [
+        "experts",
+        "x",
+        "ids",
+        "experts.scale",
+    ]
+
+
+def test_a_weight_that_only_chooses_is_not_trainable() -> None:
+    sketch = Sketch()
+    x = sketch.leaf("x", "input")
+    scores = sketch.pair(sketch.op("MUL_MAT", sketch.leaf("indexer"), x), "indexer", x)
+    gates = sketch.pair(sketch.op("MUL_MAT", sketch.leaf("router"), x), "router", x)
+    ids = sketch.op("TOP_K", sketch.op("ADD", scores, gates))
+    sketch.op("GET_ROWS", gates, ids)
+    graph, reach = take_out_adapter(sketch.graph())
+    assert reach.trainable == {"indexer", "router"}
+    felt = without_gradient(prune(graph), reach)
+    assert felt.trainable == {"router"} and "no gradient for a choice" in felt.missed["indexer"]
+
+
+def test_rows_of_a_table_of_ngrams_are_known_by_what_reads_them() -> None:
+    sketch = Sketch()
+    rows = sketch.leaf("leaf_4", "unknown_input")
+    sketch.op("GET_ROWS", sketch.leaf("per_layer_token_embd.weight"), rows)
+    keys = {"ngram_size": 2, "heads_per_ngram": 1, "eos_token_id": 0}
+    keys |= {"layer_multipliers": [1, 3], "head_offsets": [0], "head_vocab_sizes": [9]}
+    metadata = {"general.architecture": "a"} | {f"a.ple.{key}": value for key, value in keys.items()}
+    graph = name_rows_of_tokens(sketch.graph(), metadata)
+    assert (graph.nodes[rows].name, graph.nodes[rows].role) == ("ngram_rows", "input")
+    assert graph.ngrams is not None and graph.ngrams.layer_multipliers == [1, 3]
+    assert name_rows_of_tokens(sketch.graph(), {"general.architecture": "b"}) == sketch.graph()

@@ -7,6 +7,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,14 +130,14 @@ def _llama_server() -> Path:
     return Path(spec.origin).parent / "bin" / "llama-server"
 
 
-@pytest.fixture(scope="session")
-def server(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerRuntime]:
-    """A llama-server with SmolLM2 and the taught adapter, holding it at scale 1 as a user's server does."""
+@contextmanager
+def serve(base: Path, adapter: Path, folder: Path) -> Iterator[ServerRuntime]:
+    """A llama-server with a model and an adapter, holding it at scale 1 as a user's server does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log_path = tmp_path_factory.mktemp("llama-server") / "log.txt"
-    command = [_llama_server(), "-m", taught.base, "--lora", taught.adapter, "--host", "127.0.0.1", "--port", str(port)]
+    log_path = folder / "log.txt"
+    command = [_llama_server(), "-m", base, "--lora", adapter, "--host", "127.0.0.1", "--port", str(port)]
     with log_path.open("w") as log:
         process = subprocess.Popen(
             [*command, "-t", "1", "-c", "512", "-np", "1"],
@@ -155,6 +156,19 @@ def server(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@pytest.fixture(scope="session")
+def server(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerRuntime]:
+    """A llama-server with SmolLM2 and the taught adapter."""
+    with serve(taught.base, taught.adapter, tmp_path_factory.mktemp("llama-server")) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Callable[[Path, Path], AbstractContextManager[ServerRuntime]]:
+    """start_server(base, adapter): a llama-server while the context is open."""
+    return lambda base, adapter: serve(base, adapter, tmp_path)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], health: str, log_path: Path) -> None:

@@ -46,9 +46,9 @@ def _flash_attention(meaning: str | None) -> Lowering:
             mask_TS: torch.Tensor | None = None,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            q_THK, k_TNK, v_TNV = (_tokens_first(x) for x in (q, k, v))
             sinks_H = None if sinks is None else sinks.reshape(-1)
             if mask is not None:
+                q_THK, k_TNK, v_TNV = (_tokens_first(x) for x in (q, k, v))
                 cu_seqlens = frame.batch.cu_seqlens
                 o_THV = masked_attention(
                     q_THK,
@@ -61,19 +61,23 @@ def _flash_attention(meaning: str | None) -> Lowering:
                     slopes_H=slopes_H,
                     sinks_H=sinks_H,
                 )
-            else:
-                assert mask_TS is not None
-                o_THV = dense_attention(
-                    q_THK,
-                    k_TNK,
-                    v_TNV,
-                    mask_TS[0, 0],
+                return o_THV.unsqueeze(0)
+            assert mask_TS is not None
+            # Groups of heads may see other keys each: then there are several attentions in one operation.
+            outputs = [
+                dense_attention(
+                    _tokens_first(q[group][None]),
+                    _tokens_first(k[min(group, k.shape[0] - 1)][None]),
+                    _tokens_first(v[min(group, v.shape[0] - 1)][None]),
+                    mask_TS[min(group, mask_TS.shape[0] - 1), 0],
                     softmax_scale=softmax_scale,
                     softcap=softcap,
                     slopes_H=slopes_H,
                     sinks_H=sinks_H,
                 )
-            return o_THV.unsqueeze(0)
+                for group in range(q.shape[0])
+            ]
+            return torch.stack(outputs)
 
         return kernel
 

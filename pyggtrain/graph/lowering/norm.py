@@ -1,8 +1,11 @@
-"""Norms, sums and means over rows."""
+"""Norms, sums, means and the largest over rows or boxes."""
+
+from collections.abc import Callable
 
 import torch
 
 from pyggtrain import ops
+from pyggtrain.errors import UnsupportedError
 from pyggtrain.graph.frame import Frame
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.kernel import Kernel, Lowering
@@ -60,12 +63,27 @@ def _cumsum(graph: Graph, node: Node) -> Kernel:
     return lambda frame, x: x.cumsum(-1)
 
 
+def _pool_2d(graph: Graph, node: Node) -> Kernel:
+    """The largest number or the mean of each box over the last two dimensions."""
+    op, width, height, step_x, step_y, pad_x, pad_y = (node.integer(index) for index in range(7))
+    if op not in _POOLS or pad_x or pad_y:
+        raise UnsupportedError(
+            f"{node.op} '{node.name}' pools in way {op} with padding {pad_x}, {pad_y}: needed 0 or 1"
+        )
+    pool = _POOLS[op]
+    return lambda frame, x: pool(x, (height, width), stride=(step_y, step_x))
+
+
+# ggml.h: GGML_OP_POOL_MAX, GGML_OP_POOL_AVG.
+_POOLS: dict[int, Callable[..., torch.Tensor]] = {0: torch.nn.functional.max_pool2d, 1: torch.nn.functional.avg_pool2d}
+
 LOWERINGS: dict[str, Lowering] = {
     "CUMSUM": _cumsum,
     "GROUP_NORM": _group_norm,
     "L2_NORM": _l2_norm,
     "MEAN": _mean,
     "NORM": _norm,
+    "POOL_2D": _pool_2d,
     "RMS_NORM": _rms_norm,
     "SUM": _sum,
     "SUM_ROWS": _sum_rows,

@@ -12,6 +12,7 @@ from torch.nn import functional
 from pyggtrain.graph.frame import Frame
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.kernel import Kernel, Lowering
+from pyggtrain.graph.scans import gated_delta_rule, state_space
 
 
 def _ssm_conv(graph: Graph, node: Node) -> Kernel:
@@ -48,8 +49,12 @@ def _ssm_scan(graph: Graph, node: Node) -> Kernel:
         num_heads = x.shape[2]
         state = states[ids.reshape(-1).long()]
         delta = functional.softplus(dt[0], threshold=20)
-        decay = torch.exp(delta.unsqueeze(-1) * a.to(x.dtype).reshape(num_heads, -1))
         b, c = (part.repeat_interleave(num_heads // part.shape[2], 2) for part in (b, c))
+        a = a.to(x.dtype).reshape(num_heads, -1)
+        if a.shape[1] == 1:
+            y, state = state_space(x * delta.unsqueeze(-1), delta * a.squeeze(1), b, c, state)
+            return _with_states(y, [state], frame.shape(node.shape))
+        decay = torch.exp(delta.unsqueeze(-1) * a)
         inputs = (x * delta.unsqueeze(-1)).unsqueeze(-1) * b.unsqueeze(-2)
         outputs = []
         for time in range(x.shape[1]):
@@ -80,6 +85,9 @@ def _gated_delta_net(graph: Graph, node: Node) -> Kernel:
         num_sequences, num_tokens, num_heads, width = v.shape
         q, k = (x.repeat(num_sequences // x.shape[0], 1, num_heads // x.shape[2], 1) for x in (q, k))
         state = state.reshape(num_sequences, num_heads, width, -1)
+        if num_snapshots <= 1:
+            y, state = gated_delta_rule(q, k, v, g, beta, state)
+            return _with_states(y / math.sqrt(width), [state][:num_snapshots], frame.shape(node.shape))
         snapshots, outputs = [state], []
         decay = torch.exp(g)
         for time in range(num_tokens):

@@ -117,6 +117,22 @@ def _reshape(graph: Graph, node: Node) -> Kernel:
     return lambda frame, x: x.reshape(frame.shape(node.shape))
 
 
+def _copy(graph: Graph, node: Node) -> Kernel:
+    """The same numbers in another shape, and as another kind where integers become floats or the reverse.
+
+    Between kinds of float nothing changes: see `rewrite.forward_casts`.
+    """
+    to_integers = node.type.startswith("i")
+
+    def kernel(frame: Frame, x: torch.Tensor, *_: None) -> torch.Tensor:
+        x = x.reshape(frame.shape(node.shape))
+        if to_integers == (not x.is_floating_point()):
+            return x
+        return x.int() if to_integers else x.float()
+
+    return kernel
+
+
 def _permute(graph: Graph, node: Node) -> Kernel:
     dims = tuple(node.integer(index) for index in range(4))
     return lambda frame, x: x.permute(dims)
@@ -156,7 +172,7 @@ def _set(graph: Graph, node: Node) -> Kernel:
 LOWERINGS: dict[str, Lowering] = {
     "CONCAT": _concat,
     "CONT": _reshape,
-    "CPY": _reshape,
+    "CPY": _copy,
     "DUP": _reshape,
     "PAD": _pad,
     "PERMUTE": _permute,

@@ -1,0 +1,94 @@
+"""Recurrences with decay, a chunk of tokens at a time: inside a chunk matrix products, between chunks one state.
+
+With G the sum of log decays from a chunk's first token on, what token s put into the state has faded by exp(G_t - G_s)
+when token t reads it. Differences are masked before the exponential, so nothing overflows, whatever the decay.
+
+State space (Dao & Gu 2024, eq. 6 and 20): y_t = Σ_{s <= t} exp(G_t - G_s) (c_t·b_s) x_s + exp(G_t) S c_t.
+
+Gated delta rule (Yang et al. 2024, section 3.3): the values u that really enter the state solve a unit lower triangular
+system, u_t = b_t (v_t - exp(G_t) S k_t - Σ_{s < t} exp(G_t - G_s) (k_t·k_s) u_s), and then y is as above with q, k, u
+for c, b, x. Decays are one for each head, or one for each channel of a key, which then stands inside the dot products.
+"""
+
+import math
+
+import torch
+
+# Tokens of a chunk with one decay for each head: matrices of 64 x 64. With one for each channel they are 16 x 16 x K.
+CHUNK = 64
+CHUNK_BY_CHANNEL = 16
+
+
+def state_space(
+    x: torch.Tensor, log_decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S_t = exp(log_decay_t) S_{t-1} + x_t b_tᵀ, y_t = S_t c_t.
+
+    Args:
+        x: [Q, T, H, P].
+        log_decay: [Q, T, H], at most 0.
+        b, c: [Q, T, H, N].
+        state: S_0, [Q, H, P, N].
+
+    Returns:
+        y [Q, T, H, P] and the last state.
+    """
+    outputs = []
+    x, log_decay, b, c = (part.transpose(1, 2) for part in (x, log_decay.unsqueeze(-1), b, c))
+    for first in range(0, x.shape[2], CHUNK):
+        x_t, g_t, b_t, c_t = (part[:, :, first : first + CHUNK] for part in (x, log_decay, b, c))
+        g_t = g_t.cumsum(2)
+        weights = c_t @ b_t.transpose(-1, -2) * _faded(g_t).squeeze(-1)
+        outputs.append(weights @ x_t + g_t.exp() * (c_t @ state.transpose(-1, -2)))
+        last = g_t[:, :, -1:]
+        state = last.exp() * state + x_t.transpose(-1, -2) @ (b_t * (last - g_t).exp())
+    return torch.cat(outputs, 2).transpose(1, 2), state
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S_t = D_t S_{t-1} + beta_t (v_t - D_t S_{t-1} k_t) k_tᵀ with D_t S = S diag(exp log_decay_t), y_t = S_t q_t.
+
+    Args:
+        q, k: [Q, T, H, K].
+        v: [Q, T, H, V].
+        log_decay: [Q, T, H, 1] or, by channel, [Q, T, H, K]; at most 0.
+        beta: [Q, T, H, 1].
+        state: S_0, [Q, H, V, K].
+
+    Returns:
+        y [Q, T, H, V] and the last state.
+    """
+    is_by_channel = log_decay.shape[-1] > 1
+    size = CHUNK_BY_CHANNEL if is_by_channel else CHUNK
+    outputs = []
+    q, k, v, log_decay, beta = (part.transpose(1, 2) for part in (q, k, v, log_decay, beta))
+    for first in range(0, q.shape[2], size):
+        q_t, k_t, v_t, g_t, beta_t = (part[:, :, first : first + size] for part in (q, k, v, log_decay, beta))
+        g_t = g_t.cumsum(2)
+        faded = _faded(g_t)
+        if is_by_channel:
+            kept = faded * k_t.unsqueeze(-3)
+            keys, scores = ((part.unsqueeze(-2) * kept).sum(-1) for part in (k_t, q_t))
+        else:
+            keys, scores = (part @ k_t.transpose(-1, -2) * faded.squeeze(-1) for part in (k_t, q_t))
+        # Of the system only what lies below the diagonal is read; that is 1.
+        wanted = beta_t * (v_t - (k_t * g_t.exp()) @ state.transpose(-1, -2))
+        u_t = torch.linalg.solve_triangular(beta_t * keys, wanted, upper=False, unitriangular=True)
+        outputs.append(scores @ u_t + (q_t * g_t.exp()) @ state.transpose(-1, -2))
+        last = g_t[:, :, -1:]
+        state = state * last.exp() + u_t.transpose(-1, -2) @ (k_t * (last - g_t).exp())
+    return torch.cat(outputs, 2).transpose(1, 2), state
+
+
+def _faded(g: torch.Tensor) -> torch.Tensor:
+    """exp(G_t - G_s) for s <= t, 0 for later s: [.., T, K] -> [.., T, T, K]."""
+    num_tokens = g.shape[-2]
+    is_later = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=g.device).triu(1).unsqueeze(-1)
+    return (g.unsqueeze(-2) - g.unsqueeze(-3)).masked_fill(is_later, -math.inf).exp()

@@ -1,0 +1,53 @@
+"""How each architecture of the pinned llama.cpp is served, and what was found when a tiny model of it was checked.
+
+The list of architectures is llama.cpp's own. What was found is kept in `graph/architectures.json`, which
+tests/tiny_models/sweep.py writes: it makes a tiny model of every architecture, compares the imported graph with
+llama.cpp, and trains each kind of weight. tests/graph/test_architectures.py finds the same again.
+"""
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from pyggtrain import _bridge
+from pyggtrain.models import ARCHITECTURES
+
+
+@dataclass(frozen=True)
+class Served:
+    """One architecture.
+
+    Attributes:
+        name: `general.architecture`.
+        way: "native" (hand-written), "graph" (llama.cpp's own graph, imported) or "not yet".
+        why: of "not yet": what is in the way.
+        error: rms of the difference of the tiny model's logits from llama.cpp's, over the rms of these.
+        adapter_error: the same with an adapter, the largest of all kinds of weight.
+        trained: kinds of weight whose pairs changed llama.cpp's logits as ours and whose gradient was the loss's slope.
+    """
+
+    name: str
+    way: str
+    why: str = ""
+    error: float | None = None
+    adapter_error: float | None = None
+    trained: tuple[str, ...] = ()
+
+
+def served() -> list[Served]:
+    """Every architecture that the pinned llama.cpp knows, in its own order."""
+    text = resources.files("pyggtrain.graph").joinpath("architectures.json").read_text()
+    found = json.loads(text)
+    return [_served(name, found.get(name, {"models": {"any": "was not tried"}})) for name in _bridge.architectures()]
+
+
+def _served(name: str, found: dict[str, Any]) -> Served:
+    reasons = list(found["models"].values())
+    is_verified = not all(reasons)
+    way = "native" if name in ARCHITECTURES else "graph" if is_verified else "not yet"
+    if not is_verified:
+        return Served(name, way, reasons[0])
+    return Served(
+        name, way, error=found["error"], adapter_error=found["adapter_error"], trained=tuple(found["trained"])
+    )
