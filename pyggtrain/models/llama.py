@@ -309,6 +309,10 @@ class Llama(Model):
         return list(self.blk)
 
     @property
+    def fused_layers(self) -> list[FusedLayer]:
+        return [layer.fused() for layer in self._fused.layers]
+
+    @property
     def is_fused(self) -> bool:
         return self._fused.can_fuse(self.token_embd.dtype, self.token_embd.weight.device)
 

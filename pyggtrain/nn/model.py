@@ -8,6 +8,7 @@ from torch import nn
 
 from pyggtrain.nn.batch import Batch
 from pyggtrain.nn.expert_linear import ExpertLinear
+from pyggtrain.nn.fused_layer import FusedLayer
 from pyggtrain.nn.quant_linear import QuantLinear
 from pyggtrain.ops.fused import Kept
 
@@ -49,6 +50,11 @@ class Model(nn.Module, ABC):
     def is_fused(self) -> bool:
         """Whether layers run as the coarse operations of `ops.fused`, as they do on a GPU where those can."""
         return False
+
+    @property
+    def fused_layers(self) -> Sequence[FusedLayer]:
+        """The layers in that form; none where there is none."""
+        return ()
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[torch.Tensor, int]:

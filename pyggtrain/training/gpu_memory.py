@@ -4,22 +4,31 @@ The buffers of a fused layer are few and known (`ops.fused`), so the peak is fou
 in which it makes and frees them. Everything is in bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pyggtrain.nn import FusedLayer, QuantLinear
+from pyggtrain.errors import UnsupportedError
+from pyggtrain.nn import GPU_POLICIES, FusedLayer, Model, QuantLinear, kept_by
 from pyggtrain.ops import workspace
 from pyggtrain.ops.fused import Kept
 from pyggtrain.ops.fused.feed_forward import MAX_TOKENS
 from pyggtrain.ops.fused.linear_group import padding_of
-from pyggtrain.ops.linear_cross_entropy import gpu_chunk
+from pyggtrain.ops.linear_cross_entropy import IGNORED, gpu_chunk
+from pyggtrain.training.config import TrainConfig, size_in_bytes
+from pyggtrain.training.memory import USABLE, MemoryPlan, free_memory_bytes, micro_batch_sizes, relative_time
+from pyggtrain.training.objectives import Document
+from pyggtrain.training.rehearse import ACTIVATIONS, ADAPTER, BASE, GRADIENTS, OPTIMISER
 
 _HALF = 2
 # torch's allocator rounds sizes up and cannot join all that is free; the libraries' own workspaces lie there too.
 # Measured on an H200 with expandable segments: 0.03 to 0.3 GiB between allocated and reserved (docs/performance.md).
 _SLACK = 1.01
+# What optimisers keep for each trained number.
+_OPTIMISER_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 4, "schedule_free_adamw": 8}
+# Time that is saved by keeping gate and up, decoded weights, and what attention keeps, of a step that keeps nothing.
+_GATE_UP_TIME, _WEIGHTS_TIME, _ATTENTION_TIME = 0.13, 0.02, 0.06
 _FIXED = 160 << 20
 
 
@@ -131,7 +140,16 @@ def fused_peak(
     return int(peak * _SLACK) + _FIXED
 
 
-def fitting(sizes: FusedSizes, limit: int, *, has_host: bool = True, **step: int) -> list[Kept] | None:
+def fitting(
+    sizes: FusedSizes,
+    limit: int,
+    *,
+    num_tokens: int,
+    num_targets: int,
+    resident: int,
+    gradients: int,
+    has_host: bool = True,
+) -> list[Kept] | None:
     """The fastest choice whose peak stays below a limit, None if even the leanest does not.
 
     Computing gate and up again costs the most time for its memory, decoding weights again the least; so memory goes to
@@ -141,8 +159,8 @@ def fitting(sizes: FusedSizes, limit: int, *, has_host: bool = True, **step: int
     Args:
         sizes: of the model.
         limit: bytes.
+        num_tokens, num_targets, resident, gradients: see `fused_peak`.
         has_host: activations may go to the host's memory.
-        step: see `fused_peak`.
     """
     count = sizes.num_layers
 
@@ -153,7 +171,15 @@ def fitting(sizes: FusedSizes, limit: int, *, has_host: bool = True, **step: int
         ]
 
     def fits(base: Kept, gate_up: int, weights: int) -> bool:
-        return fused_peak(sizes, choice(base, gate_up, weights), **step) <= limit
+        peak = fused_peak(
+            sizes,
+            choice(base, gate_up, weights),
+            num_tokens=num_tokens,
+            num_targets=num_targets,
+            resident=resident,
+            gradients=gradients,
+        )
+        return peak <= limit
 
     def most(base: Kept, weights_after: int | None) -> int:
         """Largest number of layers that fit, by halving."""
@@ -171,3 +197,85 @@ def fitting(sizes: FusedSizes, limit: int, *, has_host: bool = True, **step: int
         gate_up = most(base, None)
         return choice(base, gate_up, most(base, gate_up) if gate_up == count else 0)
     return None
+
+
+def plan_fused(
+    model: Model,
+    config: TrainConfig,
+    device: torch.device,
+    num_vocab: int,
+    longest: Callable[[int], Sequence[Document]],
+) -> tuple[MemoryPlan, list[Kept]]:
+    """The fastest setting of a loaded, fused model that fits, and what each layer keeps in it.
+
+    Args:
+        model: on the GPU, its adapter attached.
+        config: settings; "auto" and unset ones are chosen here.
+        device: of the model.
+        num_vocab: rows of the head.
+        longest: number of rows -> documents of the longest micro-batch of so many.
+
+    Raises:
+        UnsupportedError: none fits; says what to lower.
+    """
+    num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    allocated, free = torch.cuda.memory_allocated(device), free_memory_bytes(device)
+    assert free is not None
+    limit = None if config.max_memory is None else size_in_bytes(config.max_memory)
+    room = allocated + int(USABLE * free)
+    optimiser = _OPTIMISER_BYTES[config.optim] * num_parameters
+    sizes = FusedSizes.of(model.fused_layers, num_vocab)
+
+    def plan(size: int) -> tuple[MemoryPlan, list[Kept] | None]:
+        documents = longest(size)
+        num_tokens = sum(len(ids) for ids, _ in documents)
+        num_targets = sum(label != IGNORED for _, labels in documents for label in labels[1:])
+        step = {
+            "num_tokens": num_tokens,
+            "num_targets": max(1, num_targets),
+            "resident": allocated + optimiser,
+            "gradients": 4 * num_parameters,
+        }
+        if config.gradient_checkpointing == "auto":
+            kept = fitting(sizes, room if limit is None else min(limit, room), **step)
+        else:
+            kept = kept_by(config.gradient_checkpointing, sizes.num_layers)
+        peak = fused_peak(sizes, kept or kept_by("layers", sizes.num_layers), **step)
+        parts = {
+            BASE: allocated - 4 * num_parameters,
+            ADAPTER: 4 * num_parameters,
+            OPTIMISER: optimiser,
+            GRADIENTS: 4 * num_parameters,
+        }
+        parts[ACTIVATIONS] = peak - sum(parts.values())
+        text = _described(kept) if kept else "layers"
+        return MemoryPlan(text, size, num_tokens, "cuda", parts, limit, room - allocated), kept
+
+    plans = [plan(size) for size in micro_batch_sizes(config)]
+    fitting_plans = [(one, kept) for one, kept in plans if kept is not None and one.total_bytes <= room and one.fits]
+    if not fitting_plans:
+        leanest = min((one for one, _ in plans), key=lambda one: one.total_bytes)
+        raise UnsupportedError(f"{leanest.need()}; {leanest.bounds()}. {leanest.advice()}")
+    return min(fitting_plans, key=lambda pair: _time(pair[1]) * relative_time("none", pair[0].num_tokens, "cuda"))
+
+
+def _described(kept: Sequence[Kept]) -> str:
+    """What layers keep, for a person."""
+    if len(set(kept)) == 1 and (one := kept[0]) in _NAMES:
+        return _NAMES[one]
+    gate_up, weights = sum(one.gate_up for one in kept), sum(one.weights for one in kept)
+    where = "on the host" if kept[0].on_host else "on the card"
+    what = "activations" if kept[0].attention else "inputs"
+    return f"{what} {where}, gate and up of {gate_up} of {len(kept)} layers kept, weights of {weights}"
+
+
+_NAMES = {kept_by(policy, 1)[0]: policy for policy in GPU_POLICIES}
+
+
+def _time(kept: Sequence[Kept]) -> float:
+    """Time of a step by what is kept, relative to keeping all."""
+    missing = sum(
+        _GATE_UP_TIME * (not one.gate_up) + _WEIGHTS_TIME * (not one.weights) + _ATTENTION_TIME * (not one.attention)
+        for one in kept
+    )
+    return 1 + missing / len(kept)

@@ -35,7 +35,7 @@ _PROBE_TOKENS = 128, 512
 # What a first step brings in besides tensors: code of the libraries, buffers of the matrix products.
 _FIRST_STEP_BYTES = 24 << 20
 # Share of the free memory that may be planned for; the rest is for what other programs take meanwhile.
-_USABLE = 0.9
+USABLE = 0.9
 ALLOCATOR, PROGRAM = "allocator", "program"
 
 
@@ -78,7 +78,7 @@ class MemoryPlan:
     def missing_bytes(self) -> int:
         """How much more memory the setting needs than it may have; 0: it fits."""
         over_limit = 0 if self.limit_bytes is None else self.total_bytes - self.limit_bytes
-        over_free = 0 if self.free_bytes is None else self.new_bytes - int(_USABLE * self.free_bytes)
+        over_free = 0 if self.free_bytes is None else self.new_bytes - int(USABLE * self.free_bytes)
         return max(0, over_limit, over_free)
 
     @property
@@ -212,7 +212,7 @@ class Planner:
         """(policy, rows of a micro-batch) that the planner may choose from, the fastest first."""
         chosen = self._config.gradient_checkpointing
         policies = POLICIES if chosen == "auto" else (chosen,)
-        pairs = [(policy, size) for policy in policies for size in self._micro_batch_sizes()]
+        pairs = [(policy, size) for policy in policies for size in micro_batch_sizes(self._config)]
         return sorted(pairs, key=lambda pair: relative_time(pair[0], self._num_tokens(pair[1]), self._device.type))
 
     def plan(self, policy: str, micro_batch_size: int) -> MemoryPlan:
@@ -247,15 +247,16 @@ class Planner:
         leanest = min((self.plan(*setting) for setting in self.settings), key=lambda plan: plan.missing_bytes)
         raise UnsupportedError(f"{leanest.need()}; {leanest.bounds()}. {leanest.advice()}")
 
-    def _micro_batch_sizes(self) -> list[int]:
-        config = self._config
-        if config.max_memory is None or config.per_device_train_batch_size is not None:
-            return [config.micro_batch_size]
-        # Rows of a step stay as they are: only how they are cut up is free, and the result does not depend on it.
-        return [size for size in range(config.step_rows, 0, -1) if config.step_rows % size == 0]
-
     def _num_tokens(self, micro_batch_size: int) -> int:
         return sum(len(ids) for ids, _ in self._longest(micro_batch_size))
+
+
+def micro_batch_sizes(config: TrainConfig) -> list[int]:
+    """Rows of a micro-batch that a planner may choose from, the largest first."""
+    if config.max_memory is None or config.per_device_train_batch_size is not None:
+        return [config.micro_batch_size]
+    # Rows of a step stay as they are: only how they are cut up is free, and the result does not depend on it.
+    return [size for size in range(config.step_rows, 0, -1) if config.step_rows % size == 0]
 
 
 # Time of a step by policy, relative to "none" (docs/plan.md, measured).

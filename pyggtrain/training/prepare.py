@@ -25,6 +25,7 @@ from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.data import RunData, load_data
+from pyggtrain.training.gpu_memory import plan_fused
 from pyggtrain.training.init_adapter import read_init_adapter, taken_over
 from pyggtrain.training.memory import (
     MeasuredNeed,
@@ -203,8 +204,13 @@ def prepare(config: TrainConfig) -> Preparation:
         restore(adapter, start)
     model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
-    memory = planned or _measured(config, model, device, [*data.rows, *data.held_out])
-    model.checkpoint_policy = memory.policy
+    rows = [*data.rows, *data.held_out]
+    if planned is None and model.is_fused:
+        objective = OBJECTIVES[config.method](model, config)
+        memory, model.kept = plan_fused(model, config, device, tokenizer.num_tokens, _longest(rows, objective))
+    else:
+        memory = planned or _measured(config, model, device, rows)
+        model.checkpoint_policy = memory.policy
     check_free_space(files, adapter.num_parameters, keeps_best=config.load_best_model_at_end)
     config = replace(
         config,
