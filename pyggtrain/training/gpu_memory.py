@@ -84,19 +84,31 @@ class FusedSizes:
         )
 
 
-def fused_peak(
-    sizes: FusedSizes, kept: Sequence[Kept], *, num_tokens: int, num_targets: int, resident: int, gradients: int
-) -> int:
+@dataclass(frozen=True)
+class StepSizes:
+    """What a step brings along.
+
+    Attributes:
+        num_tokens, num_targets: of the micro-batch.
+        resident: bytes that are there all the time: base, adapter, optimiser.
+        gradients: bytes of all pairs' gradients.
+    """
+
+    num_tokens: int
+    num_targets: int
+    resident: int
+    gradients: int
+
+
+def fused_peak(sizes: FusedSizes, kept: Sequence[Kept], step: StepSizes) -> int:
     """Most bytes that a step has at the same time.
 
     Args:
         sizes: of the model.
         kept: of each layer.
-        num_tokens, num_targets: of the micro-batch.
-        resident: bytes that are there all the time: base, adapter, optimiser.
-        gradients: bytes of all pairs' gradients.
+        step: the micro-batch, and what is there beside it.
     """
-    t, d = num_tokens, sizes.width * _HALF
+    t, d, num_targets = step.num_tokens, sizes.width * _HALF, step.num_targets
     w_qkv, w_output, w_gate_up, w_down = sizes.weights()
     p = sizes.paddings
     part = min(t, -(-t // -(-t // MAX_TOKENS)))
@@ -125,31 +137,22 @@ def fused_peak(
     chunk = min(num_targets, gpu_chunk(sizes.num_vocab, num_targets, torch.bfloat16))
     loss = 2 * t * d + 2 * num_targets * d + chunk * (sizes.num_vocab * _HALF + sizes.width * 8)
     loss += rows * sizes.width * _HALF + on_the_way(last)
-    peak = resident + total + loss
+    peak = step.resident + total + loss
     done = 0
     for index in reversed(range(sizes.num_layers)):
         one = kept[index]
-        share = gradients * (sizes.num_layers - index) // sizes.num_layers
+        share = step.gradients * (sizes.num_layers - index) // sizes.num_layers
         decoded = 0 if one.weights else w_gate_up + w_down
         # Backward of the feed-forward half, the largest: norm(x) and dz beside their low-rank products, the gradients
         # of norm(x) and of the activation; dz and dx whole.
         working = part * ((d + p[2] * _HALF) + (d + p[3] * _HALF) + d + sizes.ff * _HALF) + 2 * t * d
         working += 0 if one.gate_up else part * gate_up
-        peak = max(peak, resident + total - done + share + decoded + working + on_the_way(one))
+        peak = max(peak, step.resident + total - done + share + decoded + working + on_the_way(one))
         done += kept_bytes[index]
     return int(peak * _SLACK) + _FIXED
 
 
-def fitting(
-    sizes: FusedSizes,
-    limit: int,
-    *,
-    num_tokens: int,
-    num_targets: int,
-    resident: int,
-    gradients: int,
-    has_host: bool = True,
-) -> list[Kept] | None:
+def fitting(sizes: FusedSizes, limit: int, step: StepSizes, *, has_host: bool = True) -> list[Kept] | None:
     """The fastest choice whose peak stays below a limit, None if even the leanest does not.
 
     Computing gate and up again costs the most time for its memory, decoding weights again the least; so memory goes to
@@ -159,7 +162,7 @@ def fitting(
     Args:
         sizes: of the model.
         limit: bytes.
-        num_tokens, num_targets, resident, gradients: see `fused_peak`.
+        step: the micro-batch, and what is there beside it.
         has_host: activations may go to the host's memory.
     """
     count = sizes.num_layers
@@ -171,15 +174,7 @@ def fitting(
         ]
 
     def fits(base: Kept, gate_up: int, weights: int) -> bool:
-        peak = fused_peak(
-            sizes,
-            choice(base, gate_up, weights),
-            num_tokens=num_tokens,
-            num_targets=num_targets,
-            resident=resident,
-            gradients=gradients,
-        )
-        return peak <= limit
+        return fused_peak(sizes, choice(base, gate_up, weights), step) <= limit
 
     def most(base: Kept, weights_after: int | None) -> int:
         """Largest number of layers that fit, by halving."""
@@ -230,17 +225,12 @@ def plan_fused(
         documents = longest(size)
         num_tokens = sum(len(ids) for ids, _ in documents)
         num_targets = sum(label != IGNORED for _, labels in documents for label in labels[1:])
-        step = {
-            "num_tokens": num_tokens,
-            "num_targets": max(1, num_targets),
-            "resident": allocated + optimiser,
-            "gradients": 4 * num_parameters,
-        }
+        step = StepSizes(num_tokens, max(1, num_targets), allocated + optimiser, 4 * num_parameters)
         if config.gradient_checkpointing == "auto":
-            kept = fitting(sizes, room if limit is None else min(limit, room), **step)
+            kept = fitting(sizes, room if limit is None else min(limit, room), step)
         else:
             kept = kept_by(config.gradient_checkpointing, sizes.num_layers)
-        peak = fused_peak(sizes, kept or kept_by("layers", sizes.num_layers), **step)
+        peak = fused_peak(sizes, kept or kept_by("layers", sizes.num_layers), step)
         parts = {
             BASE: allocated - 4 * num_parameters,
             ADAPTER: 4 * num_parameters,

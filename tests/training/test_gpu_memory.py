@@ -6,12 +6,15 @@ import pytest
 
 from pyggtrain.ops import workspace
 from pyggtrain.ops.fused import Kept
-from pyggtrain.training.gpu_memory import FusedSizes, fitting, fused_peak
+from pyggtrain.training.gpu_memory import FusedSizes, StepSizes, fitting, fused_peak
 
 GIB = 2**30
 LLAMA_8B = FusedSizes(4096, 14336, 6144, 4096, 32, (64, 64, 64, 64), 128256, 32)
 WEIGHTS, PARAMETERS = int(4.58 * GIB), 41_943_040
-STEP = {"resident": WEIGHTS + 12 * PARAMETERS, "gradients": 4 * PARAMETERS}
+
+
+def step_of(num_tokens: int) -> StepSizes:
+    return StepSizes(num_tokens, num_tokens, resident=WEIGHTS + 12 * PARAMETERS, gradients=4 * PARAMETERS)
 
 
 def on_host(gate_up: int, weights: int = 0) -> list[Kept]:
@@ -47,26 +50,26 @@ MEASURED = [
 def test_prediction_is_within_5_percent_of_what_was_measured(
     num_tokens: int, kept: list[Kept], measured: float
 ) -> None:
-    predicted = fused_peak(LLAMA_8B, kept, num_tokens=num_tokens, num_targets=num_tokens, **STEP)
+    predicted = fused_peak(LLAMA_8B, kept, step_of(num_tokens))
     assert predicted / GIB == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("limit_gib", [6.9, 7.8, 12, 24, 30])
 def test_choice_fits_and_more_memory_keeps_more(limit_gib: float) -> None:
-    step = dict(num_tokens=8192, num_targets=8192, **STEP)
-    kept = fitting(LLAMA_8B, int(limit_gib * GIB), **step)
+    step = step_of(8192)
+    kept = fitting(LLAMA_8B, int(limit_gib * GIB), step)
     assert kept is not None
-    assert fused_peak(LLAMA_8B, kept, **step) <= limit_gib * GIB
-    more = fitting(LLAMA_8B, int((limit_gib + 4) * GIB), **step)
+    assert fused_peak(LLAMA_8B, kept, step) <= limit_gib * GIB
+    more = fitting(LLAMA_8B, int((limit_gib + 4) * GIB), step)
     assert more is not None
     assert sum(one.gate_up + one.weights for one in more) > sum(one.gate_up + one.weights for one in kept)
 
 
 def test_choice_by_size() -> None:
-    step = dict(num_tokens=8192, num_targets=8192, **STEP)
+    step = step_of(8192)
 
     def choose(limit_gib: float, **options: bool) -> list[Kept] | None:
-        return fitting(LLAMA_8B, int(limit_gib * GIB), **options, **step)
+        return fitting(LLAMA_8B, int(limit_gib * GIB), step, **options)
 
     assert choose(5) is None
     leanest, small, large = choose(6.9), choose(24), choose(80)
