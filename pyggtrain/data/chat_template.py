@@ -18,7 +18,7 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
 
 from pyggtrain.data.samples import BadRowError
-from pyggtrain.data.sandbox import GENERATION_END, GENERATION_START, ChatTemplateEnvironment, to_json
+from pyggtrain.data.sandbox import GENERATION_END, GENERATION_START, ChatTemplateEnvironment, given, to_json
 from pyggtrain.errors import DataError
 from pyggtrain.gguf.tokenizer import Tokenizer
 
@@ -59,6 +59,11 @@ class ChatTemplate:
         now: the time that templates with a date write; a resumed run must pass that of its start to get equal tokens.
         variables: further template variables, such as `{"enable_thinking": False}`; llama-server's
             `--chat-template-kwargs`.
+        for_tools: what renders conversations with tools instead: a model's template named `tool_use`, as in
+            llama-server.
+
+    Attributes:
+        identity: equal for two templates that write the same for the same messages.
 
     Raises:
         DataError: the template is not valid jinja2, or too large.
@@ -73,12 +78,13 @@ class ChatTemplate:
         name: str = "the chat template",
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
+        for_tools: "ChatTemplate | None" = None,
     ) -> None:
         if len(source) > _MAX_SOURCE_CHARS:
             raise DataError(
                 f"{name} has {len(source)} characters; at most {_MAX_SOURCE_CHARS} are read. Give another one."
             )
-        self.source, self.name = source, name
+        self.source, self.name, self.for_tools = source, name, for_tools
         self.now = now or datetime.now()
         self._environment = ChatTemplateEnvironment()
         try:
@@ -91,6 +97,17 @@ class ChatTemplate:
         except (RecursionError, SyntaxError, MemoryError) as error:
             raise DataError(f"{name} cannot be compiled ({type(error).__name__}). Give another one.") from error
         self.uses_date = not undeclared.isdisjoint(("strftime_now", "date_string", "datetime"))
+        self.identity: str = json.dumps(
+            [
+                source,
+                bos_token,
+                eos_token,
+                dict(variables or {}),
+                self.now.isoformat() if self.uses_date else None,
+                for_tools.identity if for_tools is not None else None,
+            ],
+            sort_keys=True,
+        )
         self._variables: dict[str, Any] = {
             "bos_token": bos_token,
             "eos_token": eos_token,
@@ -113,27 +130,45 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         *,
         source: str | None = None,
+        variant: str | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> "ChatTemplate":
-        """The template of a model's file, or another `source` with that model's special tokens.
+        """The template of a model's file, one of its further templates by name, or another `source` with that model's
+        special tokens.
+
+        Like llama-server, conversations with tools take the file's template named `tool_use`, if it has one and no
+        other template is asked for.
 
         Raises:
             DataError: the file has no template and none is given, or it is not valid.
         """
-        template = source if source is not None else tokenizer.chat_template
-        if template is None:
+        further = tokenizer.chat_templates
+        for_tools = None
+        if source is None and variant is None and "tool_use" in further:
+            for_tools = cls.of_model(tokenizer, variant="tool_use", now=now, variables=variables)
+        name = "the chat template"
+        if source is None and variant is not None:
+            if variant not in further:
+                names = ", ".join(further) or "none"
+                raise DataError(f"The model file has no chat template named {variant!r}; it has: {names}.")
+            source, name = further[variant], f"the model's chat template '{variant}'"
+        elif source is None:
+            # llama-server too falls back to the one for tools.
+            source, name = tokenizer.chat_template or further.get("tool_use"), "the model's chat template"
+        if source is None:
             raise DataError(
                 "The model file has no tokenizer.chat_template, which conversations need. It is probably a base model: "
                 "give a chat template, or write the rows as 'prompt' and 'completion' or as 'text'."
             )
         return cls(
-            template,
+            source,
             bos_token=token_text(tokenizer, tokenizer.bos_id),
             eos_token=token_text(tokenizer, tokenizer.eos_id),
-            name="the chat template" if source is not None else "the model's chat template",
+            name=name,
             now=now,
             variables=variables,
+            for_tools=for_tools,
         )
 
     def render(
@@ -161,6 +196,8 @@ class ChatTemplate:
 
     def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool) -> Rendering:
         """Run the template on messages that have the shape it wants; raises BadRowError with the template's message."""
+        if ".append(" in self.source or ".pop(" in self.source:
+            messages, tools = given(messages), given(tools)
         variables = self._variables | {"messages": messages}
         # As in llama.cpp, what is not there stays undefined: templates ask `tools is defined`.
         if tools:
@@ -191,6 +228,8 @@ class ChatTemplate:
         shaped = dict(message)
         if shaped["role"] == "developer" and "<|channel|>" not in self.source:
             shaped["role"] = "system"
+        if shaped.get("reasoning_content") and self._reads_thinking:
+            shaped.setdefault("thinking", shaped["reasoning_content"])
         content = shaped.get("content")
         if content is None:
             shaped["content"] = ""
@@ -198,6 +237,10 @@ class ChatTemplate:
             shaped["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, list) and not self._takes_parts:
             shaped["content"] = content_text(message)
+        if shaped.get("reasoning_content") and self._reads_thinking_parts:
+            text = content_text(message)
+            thinking = {"type": "thinking", "thinking": shaped["reasoning_content"]}
+            shaped["content"] = [thinking, *([{"type": "text", "text": text}] if text else [])]
         if calls := shaped.get("tool_calls"):
             shaped["tool_calls"] = [self._shaped_call(call) for call in calls]
         return shaped
@@ -223,6 +266,16 @@ class ChatTemplate:
         """Whether the template accepts a system message and writes its text."""
         system = {"role": "system", "content": self._content(_PROBE)}
         return _PROBE in self._probe([system, {"role": "user", "content": self._content("x")}])
+
+    @property
+    def _reads_thinking(self) -> bool:
+        """Whether reasoning goes by gpt-oss's name for it."""
+        return "reasoning_content" not in self.source and "message.thinking" in self.source
+
+    @property
+    def _reads_thinking_parts(self) -> bool:
+        """Whether reasoning is a part of the content, as in Mistral's templates."""
+        return "reasoning_content" not in self.source and "['thinking']" in self.source
 
     @cached_property
     def _takes_text(self) -> bool:
@@ -284,11 +337,15 @@ def _num_chars(value: Any) -> int:
     """How much text a value holds, with one for each number, key and brace."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, Mapping):
-        return 1 + sum(len(key) + _num_chars(part) for key, part in value.items())
-    if isinstance(value, Sequence):
-        return 1 + sum(map(_num_chars, value))
-    return 1
+    count = 1
+    # Asked for at each rendering of each row, so the usual case, a dict of texts, takes no further call.
+    if isinstance(value, dict):
+        for key, part in value.items():
+            count += len(key) + (len(part) if isinstance(part, str) else _num_chars(part))
+    elif isinstance(value, list):
+        for part in value:
+            count += _num_chars(part)
+    return count
 
 
 def _without_marks(text: str) -> Rendering:

@@ -1,9 +1,10 @@
-"""Rows of training data, read one after another from JSONL, a JSON array, plain text, or any iterable of dicts.
+"""Rows of training data, read one after another from JSONL, a JSON array, CSV, Parquet, plain text, or any iterable of
+dicts.
 
 A file is read in binary and only LF ends a line: text mode differs between systems, and `str.splitlines` cuts a string
-at U+2028. What form a file has is read from its first non-blank byte, since an extension is a guess: `[` begins a JSON
-array, `{` JSONL. At most one row is held in memory, so a file may be larger than the machine; one row may be as large
-as memory allows.
+at U+2028. What form a file has is read from its first bytes, since an extension is a guess: `[` begins a JSON array,
+`{` JSONL, `PAR1` Parquet; only plain text and CSV are told by their names. At most one row (of Parquet a few hundred)
+is held in memory, so a file may be larger than the machine; one row may be as large as memory allows.
 """
 
 import json
@@ -15,6 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pyggtrain.data.tables import csv_rows, parquet_rows, without_none
 from pyggtrain.errors import DataError
 
 DataSource: TypeAlias = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -22,7 +24,8 @@ DataSource: TypeAlias = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 _BLANK = b" \t\r\n"
 _UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_STARTS = (b"\xff\xfe", b"\xfe\xff", b"{\0", b"[\0", b"\0{", b"\0[")
-_BINARY_STARTS = {b"\x1f\x8b": "a gzip archive", b"PK\x03\x04": "a zip archive", b"PAR1": "a Parquet file"}
+_BINARY_STARTS = {b"\x1f\x8b": "a gzip archive", b"PK\x03\x04": "a zip archive"}
+_PARQUET_START = b"PAR1"
 _CHUNK_BYTES = 1 << 20
 # The only bytes that matter for finding the end of an element of an array; strings are skipped as a whole.
 _STRUCTURE = re.compile(rb'["{}\[\],\n]')
@@ -43,56 +46,69 @@ class Row:
     source: str
 
 
-def read_rows(source: DataSource) -> Iterator[Row]:
+def read_rows(source: DataSource, *, name: str | None = None) -> Iterator[Row]:
     """Yield the rows of a file, or of an iterable of dicts such as a Hugging Face dataset.
 
     Args:
-        source: a path to JSONL or a JSON array, in UTF-8 with or without BOM and with LF or CRLF; a path that ends in
-            `.txt`, which is one document with its line ends read as LF; or an iterable of mappings.
+        source: a path to JSONL or a JSON array, in UTF-8 with or without BOM and with LF or CRLF; to a CSV file with a
+            header (`.csv`, `.tsv`); to Parquet; a path that ends in `.txt`, which is one document with its line ends
+            read as LF; or an iterable of mappings.
+        name: what to call the file in messages; its own name by default.
 
     Raises:
         DataError: the file is missing, empty, not UTF-8, or not JSON; the message names file and line. Damage stops the
             reading, since behind it rows cannot be told apart; what a sound row holds is judged elsewhere.
     """
     if isinstance(source, (str, os.PathLike)):
-        yield from _read_file(Path(source))
+        path = Path(source)
+        yield from _read_file(path, name or path.name)
         return
+    # A Hugging Face dataset is a table, and fills every key of a nested struct in every row.
+    is_table = hasattr(source, "features")
     for number, value in enumerate(source, start=1):
         if not isinstance(value, Mapping):
             raise DataError(f"row {number} is of type {type(value).__name__}; each row must be a dict.")
-        yield Row(dict(value), f"row {number}")
+        yield Row(without_none(dict(value)) if is_table else dict(value), f"row {number}")
 
 
-def _read_file(path: Path) -> Iterator[Row]:
+def _read_file(path: Path, name: str) -> Iterator[Row]:
     try:
         file = path.open("rb")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Check the path of the training data.") from error
     with file:
         start = file.peek(_CHUNK_BYTES)
+        if start.startswith(_PARQUET_START):
+            for number, value in enumerate(parquet_rows(path), start=1):
+                yield Row(value, f"{name}:{number}")
+            return
         for magic, kind in _BINARY_STARTS.items():
             if start.startswith(magic):
                 raise DataError(
-                    f"{path.name} is {kind}; training data is JSONL, a JSON array or .txt. Unpack it first."
+                    f"{name} is {kind}; training data is JSONL, JSON, CSV, Parquet or .txt. Unpack it first."
                 )
         if start.startswith(_UTF16_STARTS):
-            raise DataError(f"{path.name}:1 is UTF-16; training data must be UTF-8. Save the file as UTF-8.")
+            raise DataError(f"{name}:1 is UTF-16; training data must be UTF-8. Save the file as UTF-8.")
         if start.startswith(_UTF8_BOM):
             file.read(len(_UTF8_BOM))
         if path.suffix.lower() == ".txt":
-            yield _text_document(file, path)
+            yield _text_document(file, name)
+            return
+        if path.suffix.lower() in (".csv", ".tsv"):
+            for number, value in csv_rows(file, name):
+                yield Row(value, f"{name}:{number}")
             return
         line, first = _first_nonblank(file)
         if first == b"":
-            raise DataError(f"{path.name} is empty; it needs at least one row.")
+            raise DataError(f"{name} is empty; it needs at least one row.")
         if first == b"[":
-            yield from _json_array(file, path, line)
+            yield from _json_array(file, name, line)
         elif first == b"{":
-            yield from _json_lines(file, path, line)
+            yield from _json_lines(file, name, line)
         else:
             raise DataError(
-                f"{path.name}:{line} begins with {_shown(first)}; JSONL begins with {{ and a JSON array with [. "
-                "Give plain text the extension .txt, or one JSON object per line."
+                f"{name}:{line} begins with {_shown(first)}; JSONL begins with {{ and a JSON array with [. "
+                "Give plain text the extension .txt and tables .csv, or write one JSON object per line."
             )
 
 
@@ -105,15 +121,15 @@ def _first_nonblank(file: BufferedReader) -> tuple[int, bytes]:
     return line, byte
 
 
-def _text_document(file: BufferedReader, path: Path) -> Row:
+def _text_document(file: BufferedReader, name: str) -> Row:
     data = file.read().replace(b"\r\n", b"\n")
     if b"\0" in data:
         raise DataError(
-            f"{path.name} holds NUL bytes; training data must be UTF-8 text. Is the file UTF-16, or no text at all?"
+            f"{name} holds NUL bytes; training data must be UTF-8 text. Is the file UTF-16, or no text at all?"
         )
-    text = _decode(data, path.name, 1)
+    text = _decode(data, name, 1)
     if not text.strip():
-        raise DataError(f"{path.name} is empty; it needs at least one row.")
+        raise DataError(f"{name} is empty; it needs at least one row.")
     first_line = text.lstrip().partition("\n")[0]
     if first_line.startswith("{"):
         try:
@@ -122,25 +138,25 @@ def _text_document(file: BufferedReader, path: Path) -> Row:
             pass  # a text may begin with a brace; only JSON that is whole speaks against plain text
         else:
             raise DataError(
-                f"{path.name}:1 is a JSON object, but the extension says plain text. Rename the file to .jsonl to "
+                f"{name}:1 is a JSON object, but the extension says plain text. Rename the file to .jsonl to "
                 "train on its rows."
             )
-    return Row({"text": text}, f"{path.name}:1")
+    return Row({"text": text}, f"{name}:1")
 
 
-def _json_lines(file: BufferedReader, path: Path, first_line: int) -> Iterator[Row]:
+def _json_lines(file: BufferedReader, name: str, first_line: int) -> Iterator[Row]:
     for number, line in enumerate(file, start=first_line):
         # Without its line end, so that positions in JSON errors lie on this line.
         line = line.strip(_BLANK)
         if line:
-            yield Row(_object(line, path.name, number), f"{path.name}:{number}")
+            yield Row(_object(line, name, number), f"{name}:{number}")
 
 
-def _json_array(file: BufferedReader, path: Path, first_line: int) -> Iterator[Row]:
-    for line, element in _array_elements(file, path.name, first_line):
+def _json_array(file: BufferedReader, name: str, first_line: int) -> Iterator[Row]:
+    for line, element in _array_elements(file, name, first_line):
         data = element.lstrip(_BLANK)
         line += element.count(b"\n", 0, len(element) - len(data))
-        yield Row(_object(data.rstrip(_BLANK), path.name, line), f"{path.name}:{line}")
+        yield Row(_object(data.rstrip(_BLANK), name, line), f"{name}:{line}")
 
 
 def _array_elements(file: BufferedReader, name: str, line: int) -> Iterator[tuple[int, bytes]]:

@@ -1,4 +1,4 @@
-"""What a row means, whatever its format: a conversation, a prompt with its completion, or a document."""
+"""What a row means, whatever its format: a conversation, a prompt with its completion, a document, or a preference."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -41,7 +41,15 @@ class Document:
     text: str
 
 
-Sample: TypeAlias = Conversation | PromptCompletion | Document
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, of which the first is better; in both only the answer is learnt."""
+
+    chosen: Conversation | PromptCompletion
+    rejected: Conversation | PromptCompletion
+
+
+Sample: TypeAlias = Conversation | PromptCompletion | Document | Preference
 
 
 def text_of(value: dict[str, Any], key: str) -> str:

@@ -9,6 +9,7 @@ methods, which the bounded lengths keep short. A template is still a program: bo
 import json
 import re
 from collections.abc import Iterable, Sequence, Sized
+from types import GeneratorType
 from typing import Any
 
 from jinja2 import nodes
@@ -103,6 +104,10 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
         self._check_length(sum(map(len, texts)))
         return "".join(texts)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """The sandbox's rule, and `append` and `pop` on a list that the template made (Kimi K2 needs them)."""
+        return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._count(_STEPS_PER_CALL)
         # jinja2 wraps `str.format`.
@@ -144,6 +149,17 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError("too many loop passes and calls for this conversation")
 
 
+class GivenList(list[Any]):
+    """A list that the template was given, so that it cannot be changed by it."""
+
+
+def given(value: Any) -> Any:
+    """The value with all its lists as `GivenList`."""
+    if isinstance(value, dict):
+        return {key: given(part) for key, part in value.items()}
+    return GivenList(map(given, value)) if isinstance(value, list) else value
+
+
 def to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -152,7 +168,21 @@ def to_json(
     sort_keys: bool = False,
 ) -> str:
     """The `tojson` filter of transformers: unlike jinja2's own it escapes no HTML and keeps the order of keys."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_generated,
+    )
+
+
+def _generated(value: Any) -> list[Any]:
+    """What filters such as `map` give, which are generators in jinja2 and lists in llama.cpp's engine."""
+    if isinstance(value, GeneratorType):
+        return list(value)
+    raise TypeError(f"a value of type {type(value).__name__} is not JSON")
 
 
 def _check_format(text: str) -> None:

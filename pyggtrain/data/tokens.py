@@ -12,6 +12,8 @@ from pyggtrain.gguf.tokenizer import Tokenizer
 
 # What SentencePiece writes for a space; the same character typed by a person comes back as a space.
 _SPACE_MARK = "\u2581".encode()
+# Texts up to this length are remembered, up to this many.
+_SHORT_CHARS, _MOST_SHORT_TEXTS = 64, 4096
 # Put before a text to keep the tokenizer from adding its leading space; the first that stays apart from the text is
 # taken.
 _SEPARATORS = ("\n", "|", "=", "0")
@@ -34,6 +36,18 @@ class Tokens:
     num_splits: int = 0
 
 
+class _Pieces(dict[int, bytes]):
+    """The bytes of tokens, remembered: a data set asks for the same ones again and again."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> bytes:
+        piece = self[token] = self._tokenizer.piece(token)
+        return piece
+
+
 class TextEncoder:
     """Encodes whole texts as llama-server does: control tokens are parsed, in rendered chats and in plain text alike.
 
@@ -46,15 +60,9 @@ class TextEncoder:
         self._eos = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
         self._bos_text = token_text(tokenizer, tokenizer.bos_id) if self._bos else ""
         self._eos_text = token_text(tokenizer, tokenizer.eos_id) if self._eos else ""
-        self._pieces: dict[int, bytes] = {}
+        self._pieces = _Pieces(tokenizer)
+        self._short_texts: dict[str, list[int]] = {}
         self._controls: dict[int, bool] = {}
-
-    def piece(self, token: int) -> bytes:
-        """The bytes of one token, remembered: a data set asks for the same ones again and again."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            piece = self._pieces[token] = self.tokenizer.piece(token)
-        return piece
 
     @cached_property
     def longest_piece(self) -> int:
@@ -139,7 +147,7 @@ class TextEncoder:
         raise BadRowError(f"the tokenizer adds a space before {text[:20]!r}, which follows other text")
 
     def _bytes(self, ids: list[int]) -> bytes:
-        return b"".join(map(self.piece, ids))
+        return b"".join(map(self._pieces.__getitem__, ids))
 
     def _is_control(self, token: int) -> bool:
         is_control = self._controls.get(token)
@@ -148,11 +156,19 @@ class TextEncoder:
         return is_control
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, parse_special=True)
+        if len(text) > _SHORT_CHARS:
+            return self.tokenizer.encode(text, parse_special=True)
+        # What stands between turns is the same in every row.
+        ids = self._short_texts.get(text)
+        if ids is None:
+            ids = self.tokenizer.encode(text, parse_special=True)
+            if len(self._short_texts) < _MOST_SHORT_TEXTS:
+                self._short_texts[text] = ids
+        return list(ids)
 
     def _spans(self, ids: list[int], data: bytes) -> tuple[list[int], list[int]]:
         """Start and end in `data` of each token, verified against the bytes of the tokens."""
-        pieces = [self.piece(token) for token in ids]
+        pieces = list(map(self._pieces.__getitem__, ids))
         if b"".join(pieces) == data:
             ends = list(accumulate(map(len, pieces)))
             return [0, *ends[:-1]] if ends else [], ends

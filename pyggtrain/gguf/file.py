@@ -145,6 +145,12 @@ class GGUFFile:
         return self.text("tokenizer.chat_template") if "tokenizer.chat_template" in self.metadata else None
 
     @property
+    def chat_templates(self) -> dict[str, str]:
+        """The file's further chat templates by name, from ``tokenizer.chat_template.NAME``."""
+        prefix = "tokenizer.chat_template."
+        return {key.removeprefix(prefix): self.text(key) for key in self.metadata if key.startswith(prefix)}
+
+    @property
     def file_bytes(self) -> int:
         """Size on disk, all parts together."""
         return sum(part.file_bytes for part in self._parts)

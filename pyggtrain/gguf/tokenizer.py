@@ -26,6 +26,7 @@ class Tokenizer:
             the file has none.
         add_bos, add_eos: whether the file asks for them around plain text (``add_special=True`` follows this).
         chat_template: the file's default jinja template, or None.
+        chat_templates: its further templates by name (tool_use, rag, ...).
 
     Raises:
         GGUFError: not a readable GGUF file.
@@ -33,9 +34,10 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        file = GGUFFile(path)
-        self.chat_template = file.chat_template
-        self._tokenizer = _bridge.Tokenizer(os.fspath(file.path))
+        self._file = GGUFFile(path)
+        self.chat_template = self._file.chat_template
+        self.chat_templates = self._file.chat_templates
+        self._tokenizer = _bridge.Tokenizer(os.fspath(self._file.path))
         self.num_tokens = self._tokenizer.num_tokens
         self.bos_id = _id_or_none(self._tokenizer.bos_id)
         self.eos_id = _id_or_none(self._tokenizer.eos_id)
@@ -47,6 +49,17 @@ class Tokenizer:
     def from_gguf(cls, path: str | os.PathLike[str]) -> "Tokenizer":
         """Same as the constructor; reads better at call sites."""
         return cls(path)
+
+    @property
+    def end_of_turn_id(self) -> int | None:
+        """The token with which the model ends a turn, by the file's own word: its eot_token_id where it names one, else
+        its EOS. `eot_id` is llama.cpp's guess where the file is silent."""
+        return self.eot_id if "tokenizer.ggml.eot_token_id" in self._file.metadata else self.eos_id
+
+    @property
+    def header_sha256(self) -> str:
+        """SHA-256 (hex) of the file's header, which holds tokenizer and templates."""
+        return self._file.header_sha256
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of `text`.

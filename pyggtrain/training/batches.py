@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from pyggtrain.data.order import epoch_order
 from pyggtrain.nn.batch import Batch
 from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.data import micro_batches
 from pyggtrain.training.objectives import Objective
 from pyggtrain.training.processes import Processes
 from pyggtrain.training.step_graph import can_graph, filled_up
@@ -64,9 +64,9 @@ class Batches:
         self._objective, self._rows, self._held_out = objective, rows, held_out
         self._config, self._device, self._processes = config, device, processes
         self._fills_up = can_graph(config, objective.model)
-        self._step_rows = config.step_rows * processes.count
-        self.steps_per_epoch = math.ceil(len(rows) / self._step_rows)
-        self.num_steps = count_steps(config, len(rows), processes.count)
+        self._plan = micro_batches(config, rows, processes.count)
+        self.steps_per_epoch = self._plan.steps_per_epoch
+        self.num_steps = count_steps(config, self._plan.num_units, processes.count)
 
     def of_step(self, step: int) -> Step:
         """Return what optimiser step `step` computes, counted from 0 over all epochs."""
@@ -83,10 +83,7 @@ class Batches:
 
     def rows_of_step(self, step: int) -> list[list[Any]]:
         """Return the rows of each micro-batch of a step, over all processes."""
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        order = epoch_order(len(self._rows), seed=self._config.seed, epoch=epoch)
-        first = step_in_epoch * self._step_rows
-        return self._cut([self._rows[index] for index in order[first : first + self._step_rows]])
+        return [[self._rows[index] for index in indices] for indices in self._plan.of_step(step)]
 
     def held_out(self) -> Iterator[Batch]:
         """Yield the held-out micro-batches of this process."""
@@ -112,7 +109,11 @@ class Batches:
 
 
 def count_steps(config: TrainConfig, num_rows: int, num_processes: int = 1) -> int:
-    """Return the optimiser steps of a run: `max_steps` if given, else those of all epochs, rounded up."""
+    """Return the optimiser steps of a run: `max_steps` if given, else those of all epochs, rounded up.
+
+    Args:
+        num_rows: rows in one epoch, or packs.
+    """
     if config.max_steps is not None:
         return config.max_steps
     return math.ceil(config.num_train_epochs * math.ceil(num_rows / (config.step_rows * num_processes)))

@@ -32,7 +32,8 @@ class TrainConfig:
     model: str
     """GGUF file to train on (any part of a split one), or hf://owner/repo/file.gguf. It is only read, never changed."""
     data: tuple[str, ...]
-    """Training data: one or more files (JSONL, JSON; chat messages, sharegpt, alpaca, prompt + completion, or text)."""
+    """Training data: one or more files (JSONL, JSON, CSV, Parquet, .txt). PATH:0.5 shows half of a file's rows in each
+    epoch, PATH:2 shows them twice; in YAML also a mapping of path to weight."""
     output: str
     """Adapter to write (.gguf). Record, metrics, checkpoint and report lie beside it under the same name."""
     eval_data: tuple[str, ...] = ()
@@ -121,20 +122,24 @@ class TrainConfig:
 
     max_seq_length: int = 2048
     """Longest row in tokens, also called max_length."""
+    packing: bool = False
+    """Put rows together into packs of at most `max_seq_length` tokens (best fit), and count packs instead of rows in
+    `per_device_train_batch_size`: faster with many short rows. Rows never see one another, packed or not."""
     too_long: Literal["error", "drop", "truncate", "split"] = "drop"
     """What to do with rows above `max_seq_length`: stop and name them, leave them out, cut off their end, or (plain
     text only) cut them into pieces. Each case is counted and told."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """What to do with rows that cannot be used. All of them are listed in either case."""
     format: str | None = None
-    """Format of the rows: messages, sharegpt, alpaca, prompt_completion or text. By default the keys of each file's
-    first row tell."""
+    """Format of the rows: messages, sharegpt, alpaca, prompt_completion, preference or text. By default the keys of
+    each file's first row tell."""
     learnt_turns: Literal["all", "last"] = "all"
     """Which of the assistant's turns in a conversation are learnt."""
     merge_system: bool = False
     """Put a system message before the first user message if the chat template has no system role."""
     chat_template: str | None = None
-    """File with a jinja chat template to use instead of the one inside the GGUF file. Serve with the same one."""
+    """File with a jinja chat template to use instead of the one inside the GGUF file, or the name of another one that
+    the GGUF file holds (tokenizer.chat_template.NAME). Serve with the same one."""
     chat_template_kwargs: str | None = None
     """Variables for the chat template as JSON, as llama-server takes them: {"enable_thinking": false}. Serve with the
     same ones."""
@@ -240,7 +245,6 @@ ELSEWHERE = {
     "use_dora": "a llama.cpp adapter cannot hold DoRA's magnitudes",
     "modules_to_save": "a llama.cpp adapter can hold nothing but pairs of low-rank factors",
     "bias": "a llama.cpp adapter cannot hold biases",
-    "packing": "always on: rows lie one after another, without padding, and do not see one another",
     "padding_free": "always on",
     "assistant_only_loss": "always on for chats: only the assistant's turns are learnt",
     "completion_only_loss": "always on for prompt + completion",
@@ -379,6 +383,9 @@ def _coerced(value: Any, annotation: Any) -> Any:
     if isinstance(annotation, types.UnionType):
         return value if value is None else _coerced(value, typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is tuple:
+        if isinstance(value, Mapping):
+            # Files with weights, as YAML writes them: {chat.jsonl: 1, extra.csv: 0.5}.
+            value = [f"{item}:{weight}" for item, weight in value.items()]
         items = value if isinstance(value, list | tuple) else () if value is None else (value,)
         return tuple(_coerced(item, typing.get_args(annotation)[0]) for item in items)
     if typing.get_origin(annotation) is dict:

@@ -6,9 +6,10 @@ from typing import Any
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.data import longest_row
 from pyggtrain.training.memory import MemoryPlan, Planner, RehearsedNeed, mib, relative_time
 from pyggtrain.training.objectives import Document
-from pyggtrain.training.prepare import choose_device, longest_row, lora_config
+from pyggtrain.training.prepare import choose_device, lora_config
 from pyggtrain.training.rehearse import Rehearsal
 
 

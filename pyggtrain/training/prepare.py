@@ -1,9 +1,8 @@
 """Everything that can go wrong before the first step, and the plan of the run that a person sees."""
 
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -14,6 +13,7 @@ import torch
 from pyggtrain import models
 from pyggtrain.adapters.gguf_adapter import restore
 from pyggtrain.adapters.lora import LoraAdapter, LoraConfig, attach
+from pyggtrain.cores import num_usable_cores
 from pyggtrain.data.preview import preview
 from pyggtrain.errors import ConfigError, UnsupportedError
 from pyggtrain.gguf import GGUFFile, Tokenizer
@@ -24,7 +24,7 @@ from pyggtrain.nn import Model, activation_dtype
 from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
 from pyggtrain.training.config import TrainConfig
-from pyggtrain.training.data import RunData, load_data
+from pyggtrain.training.data import RunData, load_data, longest_row, micro_batches
 from pyggtrain.training.gpu_memory import plan_fused
 from pyggtrain.training.init_adapter import read_init_adapter, taken_over
 from pyggtrain.training.memory import (
@@ -37,7 +37,7 @@ from pyggtrain.training.memory import (
     mib,
     tune_allocator,
 )
-from pyggtrain.training.objectives import OBJECTIVES, Document, Objective, Row
+from pyggtrain.training.objectives import OBJECTIVES, Document, Objective
 from pyggtrain.training.optimizers import check_optimizer
 from pyggtrain.training.output import OutputFiles, check_free_space, check_output
 from pyggtrain.training.processes import Processes, join_processes
@@ -88,7 +88,8 @@ class Preparation:
         config, adapter, data = self.config, self.adapter, self.data
         pairs = adapter.pairs.values()
         num_processes = self.processes.count
-        num_steps = count_steps(config, len(data.rows), num_processes)
+        plan = micro_batches(config, data.rows, num_processes)
+        num_steps = count_steps(config, plan.num_units, num_processes)
         step_rows = config.step_rows * num_processes
         shares = f"{num_processes} processes x " if num_processes > 1 else ""
         kinds = Counter(_kind(name) for name in adapter.pairs)
@@ -109,8 +110,12 @@ class Preparation:
             "rows": f"{len(data.rows)} to train on, {len(data.held_out)} held out; "
             f"at most {self.max_length} tokens each",
             "method": _method_text(config),
-            "steps": f"{num_steps} of {step_rows} rows ({shares}{config.micro_batch_size} x "
-            f"{config.gradient_accumulation_steps}), {num_steps * step_rows / len(data.rows):.2f} epochs",
+            "packing": f"{plan.num_units} packs of at most {config.max_seq_length} tokens, {100 * plan.fill:.1f} % full"
+            if config.packing
+            else "off",
+            "steps": f"{num_steps} of {step_rows} {'packs' if config.packing else 'rows'} ({shares}"
+            f"{config.micro_batch_size} x {config.gradient_accumulation_steps}), "
+            f"{num_steps * step_rows / plan.num_units:.2f} epochs",
             "rate": f"{config.learning_rate:g}, {config.lr_scheduler_type}, "
             f"{num_warmup_steps(config, num_steps)} steps of warm-up",
             "device": f"{self.device}, {torch.get_num_threads()} threads, compute {config.compute}",
@@ -122,7 +127,7 @@ class Preparation:
 
     def preview(self, *, color: bool) -> str:
         """The first training row as text, what is learnt set off."""
-        return preview(self.data.rows[0], self.tokenizer, color=color)
+        return preview(self.data.rows.example(0), self.tokenizer, color=color)
 
     def trainer(self, progress: Progress) -> Trainer:
         """Return the loop for this run."""
@@ -138,7 +143,7 @@ class Preparation:
             config=config,
             files=self.files,
             base_sha256=self.base.header_sha256,
-            data_sha256=data.report.sha256,
+            data_sha256=data.sha256,
             held_out_sha256=data.held_out_report.sha256 if data.held_out_report is not None else None,
             started=self.started,
             resume_from=self.checkpoint,
@@ -183,10 +188,16 @@ def prepare(config: TrainConfig) -> Preparation:
     check_finite(base, num_threads=torch.get_num_threads())
     tokenizer = Tokenizer.from_gguf(config.model)
     max_length = longest_row(config, base)
-    data = load_data(config, tokenizer, max_length=max_length, started=datetime.fromisoformat(started))
+    data = load_data(
+        config,
+        tokenizer,
+        max_length=max_length,
+        started=datetime.fromisoformat(started),
+        as_pairs=config.method != "sft",
+    )
     limit_device_memory(config.max_memory, device)
     # An adapter to start from brings its own ranks, which are known when it is read.
-    planned = None if config.init_adapter else _planned(config, base, device, [*data.rows, *data.held_out])
+    planned = None if config.init_adapter else _planned(config, base, device, data)
     if planned is not None:
         tune_allocator(planned.policy)
     model = models.load(
@@ -206,10 +217,10 @@ def prepare(config: TrainConfig) -> Preparation:
     model.train()
     rows = [*data.rows, *data.held_out]
     if planned is None and model.is_fused:
-        objective = OBJECTIVES[config.method](model, config)
-        memory, model.kept = plan_fused(model, config, device, tokenizer.num_tokens, _longest(rows, objective))
+        longest = _longest(config, data, OBJECTIVES[config.method](model, config))
+        memory, model.kept = plan_fused(model, config, device, tokenizer.num_tokens, longest)
     else:
-        memory = planned or _measured(config, model, device, rows)
+        memory = planned or _measured(config, model, device, data)
         model.checkpoint_policy = memory.policy
     check_free_space(files, adapter.num_parameters, keeps_best=config.load_best_model_at_end)
     config = replace(
@@ -267,17 +278,6 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def num_usable_cores() -> int:
-    # Containers and taskset give a process fewer cores than the machine has; only Linux tells.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def longest_row(config: TrainConfig, base: GGUFFile) -> int:
-    """Tokens of the longest row that may be trained on: the setting, or the model's context if that is shorter."""
-    context_length = base.metadata.get(f"{base.architecture}.context_length")
-    return min(config.max_seq_length, context_length) if isinstance(context_length, int) else config.max_seq_length
-
-
 def _method_text(config: TrainConfig) -> str:
     text = config.method if config.method == "sft" else f"{config.method}, beta {config.beta:g}"
     if config.neftune_noise_alpha > 0:
@@ -286,23 +286,33 @@ def _method_text(config: TrainConfig) -> str:
     return f"{text}; {config.optim}{ratio}"
 
 
-def _planned(config: TrainConfig, base: GGUFFile, device: torch.device, rows: Sequence[Row]) -> MemoryPlan | None:
+def _planned(config: TrainConfig, base: GGUFFile, device: torch.device, data: RunData) -> MemoryPlan | None:
     """The plan made from the header alone; None on a GPU, where it is measured once the model is there."""
     if device.type == "cuda":
         return None
     rehearsal = Rehearsal(base, config, lora_config(config))
-    return Planner(RehearsedNeed(rehearsal), config, device, _longest(rows, rehearsal.objective)).choose()
+    return Planner(RehearsedNeed(rehearsal), config, device, _longest(config, data, rehearsal.objective)).choose()
 
 
-def _measured(config: TrainConfig, model: Model, device: torch.device, rows: Sequence[Row]) -> MemoryPlan:
+def _measured(config: TrainConfig, model: Model, device: torch.device, data: RunData) -> MemoryPlan:
     objective = OBJECTIVES[config.method](model, config)
-    return Planner(MeasuredNeed(objective, model, device), config, device, _longest(rows, objective)).choose()
+    return Planner(MeasuredNeed(objective, model, device), config, device, _longest(config, data, objective)).choose()
 
 
-def _longest(rows: Sequence[Row], objective: Objective) -> Callable[[int], list[Document]]:
-    """The longest micro-batch of so many rows."""
-    ordered = sorted(rows, key=lambda row: row.num_tokens, reverse=True)
-    return lambda size: [document for row in ordered[:size] for document in objective.documents(row)]
+def _longest(config: TrainConfig, data: RunData, objective: Objective) -> Callable[[int], list[Document]]:
+    """The longest micro-batch of so many rows (or packs), of those to train on and those held out."""
+    plan = micro_batches(config, data.rows)
+
+    def documents(size: int) -> list[Document]:
+        longest_held_out = data.held_out.lengths.argsort()[::-1][:size]
+        some = [
+            [data.rows[index] for index in plan.largest(size)],
+            [data.held_out[int(index)] for index in longest_held_out],
+        ]
+        rows = max(some, key=lambda rows: sum(row.num_tokens for row in rows))
+        return [document for row in rows for document in objective.documents(row)]
+
+    return documents
 
 
 def _kind(tensor: str) -> str:

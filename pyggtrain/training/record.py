@@ -14,6 +14,7 @@ from typing import Any
 
 from pyggtrain._version import __version__
 from pyggtrain.adapters.gguf_adapter import base_fingerprint
+from pyggtrain.data.sources import weighted_files
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.output import write_text
 from pyggtrain.training.prepare import Preparation
@@ -40,7 +41,9 @@ def make_record(run: Preparation, summary: TrainSummary, parity: Mapping[str, An
             **{key.removeprefix("base."): value for key, value in base_fingerprint(run.base).items()},
         },
         "data": {
-            "files": {file: sha256_of(Path(file)) for file in (*config.data, *config.eval_data)},
+            "files": {
+                str(file.path): sha256_of(file.path) for file in weighted_files((*config.data, *config.eval_data))
+            },
             "encoded_sha256": run.data.report.sha256,
             "rows": len(run.data.rows),
             "held_out_rows": len(run.data.held_out),

@@ -1,13 +1,16 @@
 """Fixtures of the data tests: tokenizers and chat templates out of the pinned llama.cpp tree, if it is in the cache."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pyggtrain.cache_folder import cache_folder
 from pyggtrain.data.chat_template import ChatTemplate
 from pyggtrain.gguf import Tokenizer
+
+# Before the tests' own cache folder takes its place.
+BUILD_CACHE = cache_folder()
 
 # Mistral's first instruct template: no system role, roles must alternate, a space before each answer.
 MISTRAL = (
@@ -30,9 +33,7 @@ def smollm2_tokenizer(smollm2_path: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def llama_cpp_models() -> Path:
     """`models/` of the llama.cpp source that the bridge was built from."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pyggtrain"
-    cache = Path(os.environ.get("PYGGTRAIN_CACHE_DIR", cache))
-    found = sorted(cache.glob("llama.cpp-*/source/vendor/llama.cpp/models"))
+    found = sorted(BUILD_CACHE.glob("llama.cpp-*/source/vendor/llama.cpp/models"))
     if not found:
         pytest.skip("no unpacked llama.cpp source in the cache")
     return found[-1]

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -104,3 +105,41 @@ def test_developer_is_system_except_for_templates_with_channels(template_source:
         "<|start|>developer<|message|># Instructions\n\nd"
         in ChatTemplate(template_source("openai-gpt-oss-120b")).render([developer, USER]).text
     )
+
+
+class ModelWithTemplates:
+    """A tokenizer whose file holds several templates."""
+
+    bos_id = eos_id = None
+
+    def __init__(self, chat_template: str | None, chat_templates: dict[str, str]) -> None:
+        self.chat_template, self.chat_templates = chat_template, chat_templates
+
+
+def test_a_named_template_of_the_file_is_found_and_a_missing_one_is_an_error() -> None:
+    model: Any = ModelWithTemplates("default", {"tool_use": "tools: {{ tools }}", "rag": "rag"})
+    assert ChatTemplate.of_model(model, variant="rag").render([USER]).text == "rag"
+    with pytest.raises(DataError, match="no chat template named 'rga'; it has: tool_use, rag"):
+        ChatTemplate.of_model(model, variant="rga")
+
+
+def test_conversations_with_tools_take_the_template_for_tools_as_in_llama_server() -> None:
+    model: Any = ModelWithTemplates("default", {"tool_use": "with tools"})
+    template = ChatTemplate.of_model(model)
+    assert template.for_tools is not None
+    assert (template.source, template.for_tools.source) == ("default", "with tools")
+    assert ChatTemplate.of_model(model, source="own").for_tools is None
+    assert ChatTemplate.of_model(model, variant="tool_use").for_tools is None
+    only: Any = ModelWithTemplates(None, {"tool_use": "with tools"})
+    assert ChatTemplate.of_model(only).source == "with tools"
+
+
+def test_identity_is_equal_where_the_writing_is() -> None:
+    def identity(source: str = "{{ messages[0].content }}", **options: Any) -> str:
+        return ChatTemplate(source, **options).identity
+
+    assert identity() == identity(now=datetime(2031, 2, 3))
+    others = [identity("x"), identity(bos_token="<s>"), identity(variables={"enable_thinking": False})]
+    others.append(identity(for_tools=ChatTemplate("x")))
+    others += [identity("{{ date_string }}", now=datetime(2031, 2, day)) for day in (1, 2)]
+    assert len({identity(), *others}) == 7

@@ -138,6 +138,20 @@ def test_prompt_unlike_that_of_llama_server_is_told(vocabulary: Callable[[str], 
     assert any("differs from the prompt that llama-server sends" in w and "2 rows" in w for w in report.warnings)
 
 
+def test_end_that_the_template_leaves_out_after_the_last_answer_is_put_there(smollm2_tokenizer: Tokenizer) -> None:
+    """GLM's turns end where the next one begins, so in a finished conversation nothing ends the last one."""
+    source = (
+        "{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' }}{{ m.role }}: {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    template = ChatTemplate(source)
+    rows = [chat("q", "a", "q", "b")]
+    (example,), report = load_examples(rows, smollm2_tokenizer, DataSettings(), chat_template=template)
+    assert learnt_text(example, smollm2_tokenizer) == "a<|im_end|>b<|im_end|>"
+    assert text_of(example, smollm2_tokenizer).endswith("assistant: b<|im_end|>")
+    assert any("writes no end behind the last answer; <|im_end|>" in warning for warning in report.warnings)
+
+
 def test_end_of_turn_is_never_that_of_a_later_turn(vocabulary: Callable[[str], Tokenizer]) -> None:
     tokenizer = vocabulary("qwen2")
     open_ended = (
@@ -204,6 +218,30 @@ def test_tool_calls_are_learnt_and_their_results_are_not(
     assert any("drops part of an assistant turn" in warning for warning in report.warnings)
     with pytest.raises(DataError, match="row 1: the chat template writes nothing of what is to be learnt"):
         load_examples([{"messages": messages[:2]}], tokenizer, DataSettings(), chat_template=chatml)
+
+
+def test_rows_with_images_are_refused(smollm2_tokenizer: Tokenizer) -> None:
+    rows = [{**chat("q", "a"), "images": []}, {**chat("q", "a"), "images": ["x.png"]}]
+    with pytest.raises(DataError, match="row 2: the row holds images; pyggtrain trains on text only"):
+        load_examples(rows, smollm2_tokenizer, DataSettings())
+
+
+def test_reasoning_is_learnt_under_the_name_the_template_knows(
+    vocabulary: Callable[[str], Tokenizer], template_of: Any
+) -> None:
+    tokenizer = vocabulary("qwen2")
+    row = chat("q", "a")
+    row["messages"][1]["thinking"] = "r"
+    for name, written in (
+        ("Qwen-Qwen3-0.6B", "<think>\nr\n</think>\n\na<|im_end|>"),
+        ("LFM2.5-8B-A1B", "<think>r</think>a<|im_end|>"),
+    ):
+        (example,), report = load_examples([row], tokenizer, DataSettings(), chat_template=template_of(tokenizer, name))
+        assert learnt_text(example, tokenizer).strip() == written, name
+        assert not any("drops" in warning for warning in report.warnings), name
+    # ChatML has no words for it.
+    _, report = load_examples([row], tokenizer, DataSettings(), chat_template=template_of(tokenizer, "chatml"))
+    assert any("drops part of an assistant turn" in warning for warning in report.warnings)
 
 
 def test_warnings_count_only_rows_that_are_kept(smollm2_tokenizer: Tokenizer) -> None:

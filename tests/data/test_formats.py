@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -112,3 +113,55 @@ def test_plain_formats_and_their_bad_rows() -> None:
     ):
         with pytest.raises(BadRowError, match=words):
             format.parse(row)
+
+
+def test_reasoning_goes_by_one_name_whatever_the_row_calls_it() -> None:
+    expected = [USER, {**ANSWER, "reasoning_content": "r"}]
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        assert messages.parse({"messages": [USER, {**ANSWER, name: "r"}]}).messages == expected
+    assert messages.parse({"messages": [USER, {**ANSWER, "thinking": "", "reasoning": None}]}).messages == [
+        USER,
+        ANSWER,
+    ]
+    with pytest.raises(BadRowError, match="message 2 has 'thinking' of type list"):
+        messages.parse({"messages": [USER, {**ANSWER, "thinking": ["r"]}]})
+
+
+def test_null_counts_as_not_given() -> None:
+    answer = {**ANSWER, "tool_calls": None, "name": None, "weight": None}
+    assert messages.parse({"messages": [USER, answer], "tools": None}).messages == [USER, ANSWER]
+
+
+def test_tools_may_be_a_list_or_its_json() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for given in (tools, json.dumps(tools)):
+        assert messages.parse({"messages": [USER, ANSWER], "tools": given}).tools == tools
+    assert messages.parse({"messages": [USER, ANSWER], "tools": ""}).tools is None
+    with pytest.raises(BadRowError, match="'tools' is a text, but no valid JSON"):
+        messages.parse({"messages": [USER, ANSWER], "tools": "f(x)"})
+
+
+def test_calls_and_results_of_sharegpt() -> None:
+    turns = [
+        {"from": "human", "value": "Rome?"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Rome"}}'},
+        {"from": "observation", "value": "21"},
+        {"from": "gpt", "value": "21 degrees.", "weight": 0},
+        {"from": "human", "value": "q"},
+        {"from": "gpt", "value": "a"},
+    ]
+    chat = sharegpt.parse({"conversations": turns, "tools": '[{"type": "function"}]'})
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    assert chat.messages[1] == {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert chat.messages[2] == {"role": "tool", "content": "21"}
+    assert chat.learnt == (False, True, False, False, False, True)
+    assert chat.tools == [{"type": "function"}]
+    with pytest.raises(BadRowError, match="turn 2 is a function_call whose value is no JSON"):
+        sharegpt.parse({"conversations": [turns[0], {"from": "function_call", "value": "weather(Rome)"}]})
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_image", "audio", "video"])
+def test_images_and_sound_are_refused_in_plain_words(kind: str) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: "x.png"}]
+    with pytest.raises(BadRowError, match=f"message 1 has a part of type '{kind}'; pyggtrain trains on text only"):
+        messages.parse({"messages": [{"role": "user", "content": parts}, ANSWER]})

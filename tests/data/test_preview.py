@@ -1,6 +1,6 @@
 from array import array
 
-from pyggtrain.data.encode import Example
+from pyggtrain.data.examples import Example
 from pyggtrain.data.preview import preview
 from pyggtrain.gguf import Tokenizer
 

@@ -58,6 +58,7 @@ def test_values_of_gigabytes_are_refused_before_they_are_made(source: str) -> No
         "{{ ''.__class__.__mro__[1] }}",
         "{{ raise_exception.__globals__['meta'] }}",
         "{{ messages.append(1) }}",
+        "{{ messages[0].parts.pop(0) }}",
         "{% include '/etc/passwd' %}",
         "{{ strftime_now.__self__.year }}",
     ],

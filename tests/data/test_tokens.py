@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -6,7 +7,8 @@ from hypothesis import strategies as st
 
 from pyggtrain.data.samples import BadRowError
 from pyggtrain.data.tokens import TextEncoder
-from pyggtrain.gguf import Tokenizer
+from pyggtrain.errors import BridgeError
+from pyggtrain.gguf import GGUFFile, Tokenizer, typed_metadata, write_gguf
 
 VOCABULARIES = ["llama-bpe", "llama-spm", "gemma-4", "phi-3", "qwen2", "command-r", "deepseek-llm", "gpt-2"]
 TEXTS = [
@@ -113,3 +115,11 @@ def test_boundaries_that_tokens_respect_change_nothing(vocabulary: Callable[[str
 def test_tokenizer_that_changes_the_text_is_refused(vocabulary: Callable[[str], Tokenizer]) -> None:
     with pytest.raises(BadRowError, match="does not reproduce the text from 'Hello"):
         TextEncoder(vocabulary("bert-bge")).whole("Hello World", [])
+
+
+def test_unknown_pre_tokenizer_stops_and_is_named(smollm2: GGUFFile, tmp_path: Path) -> None:
+    """Another one would give other ids, which no loss could show."""
+    path = tmp_path / "vocabulary.gguf"
+    write_gguf(path, {**typed_metadata(smollm2), "tokenizer.ggml.pre": "of-tomorrow"}, [])
+    with pytest.raises(BridgeError, match="of-tomorrow"):
+        Tokenizer.from_gguf(path)

@@ -16,7 +16,7 @@ import torch
 
 from pyggtrain import models
 from pyggtrain.adapters.lora import LoraConfig, attach
-from pyggtrain.data.encode import Example
+from pyggtrain.data.examples import Example
 from pyggtrain.errors import ConfigError, GGUFError, UnsupportedError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.training.batches import count_steps
@@ -183,6 +183,53 @@ def test_loss_is_the_mean_over_learnt_tokens_of_the_step(tiny_llama_path, tmp_pa
         sums = [trainer.objective.model.loss(batch) for batch in trainer.batches.of_step(0).micro_batches]
     expected = sum(float(loss) for loss, _ in sums) / sum(count for _, count in sums)
     assert trainer.run().loss == pytest.approx(expected, rel=1e-5)
+
+
+def gradients(trainer: Trainer) -> tuple[float, torch.Tensor]:
+    """Loss per learnt token and gradient of the first step."""
+    step = trainer.batches.of_step(0)
+    loss = torch.stack([trainer.objective.loss(batch)[0] / step.num_units for batch in step.micro_batches]).sum()
+    loss.backward()
+    parts = [parameter.grad.flatten() for parameter in trainer.parameters.values()]
+    return float(loss.detach()), torch.cat(parts)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "orpo"])
+def test_packed_rows_give_the_loss_and_gradient_of_rows_one_by_one(tiny_llama_path, tmp_path, method):
+    rows = make_rows(40) if method == "sft" else make_pairs(40)
+    settings = {"rows": rows, "method": method, "max_seq_length": 32}
+    alone = make_trainer(
+        tiny_llama_path, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=40, **settings
+    )
+    packed = make_trainer(tiny_llama_path, tmp_path, packing=True, gradient_accumulation_steps=20, **settings)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        # With lora_b at zero only half of the gradient would be compared.
+        for one, other in zip(alone.parameters.values(), packed.parameters.values(), strict=True):
+            one.copy_(torch.randn(one.shape, generator=generator) * 0.05)
+            other.copy_(one)
+    assert alone.batches.steps_per_epoch == packed.batches.steps_per_epoch == 1
+    sizes = [batch.num_tokens for batch in packed.batches.of_step(0).micro_batches]
+    assert len(sizes) < 20 and max(sizes) <= 2 * 32
+    (loss, gradient), (packed_loss, packed_gradient) = gradients(alone), gradients(packed)
+    assert packed_loss == pytest.approx(loss, rel=1e-6)
+    assert (packed_gradient - gradient).norm() < 1e-5 * gradient.norm()
+
+
+def test_packed_run_resumes_in_the_same_bits(tiny_llama_path, tmp_path):
+    settings = {"packing": True, "max_seq_length": 24, "max_steps": 9, "lora_dropout": 0.2, "rows": make_rows(23)}
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "stopped").mkdir()
+    straight = make_trainer(tiny_llama_path, tmp_path / "straight", **settings)
+    straight.run()
+    stopped = make_trainer(tiny_llama_path, tmp_path / "stopped", **settings)
+    assert 1 < stopped.batches.steps_per_epoch < 6
+    interrupt_at_call(stopped, 11)
+    with pytest.raises(TrainingInterrupted):
+        stopped.run()
+    resumed = make_trainer(tiny_llama_path, tmp_path / "stopped", resume=True, **settings)
+    resumed.run()
+    assert torch.equal(weights(resumed), weights(straight))
 
 
 @pytest.mark.parametrize("call", [1, 26, 27, 33])

@@ -5,7 +5,7 @@ A format is a module with `KEYS` (a row of this format has all of them), `OPTION
 
 from typing import Any, Protocol
 
-from pyggtrain.data.formats import alpaca, messages, prompt_completion, sharegpt, text
+from pyggtrain.data.formats import alpaca, messages, preference, prompt_completion, sharegpt, text
 from pyggtrain.data.samples import Sample
 
 
@@ -26,6 +26,7 @@ FORMATS: dict[str, Format] = {
     "sharegpt": sharegpt,
     "alpaca": alpaca,
     "prompt_completion": prompt_completion,
+    "preference": preference,
     "text": text,
 }
 

@@ -1,11 +1,12 @@
 """OpenAI chat: `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`.
 
-Also read: `tools` beside the messages, `tool_calls` in assistant messages, content as a list of text parts, and
-    OpenAI's
-`"weight": 0` on an assistant message that is context only. Other keys of a message reach the chat template unchanged
-(`reasoning_content`, `name`, `tool_call_id`).
+Also read: `tools` beside the messages (a list, or its JSON as text), `tool_calls` in assistant messages, content as a
+list of text parts, OpenAI's `"weight": 0` on an assistant message that is context only, and the model's reasoning under
+`reasoning_content` (also called `thinking` or `reasoning`). Other keys of a message reach the chat template unchanged
+(`name`, `tool_call_id`); one that is null counts as not given.
 """
 
+import json
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,6 +27,7 @@ ROLE_ALIASES = {
     "function": "tool",
     "observation": "tool",
 }
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def parse(value: dict[str, Any]) -> Conversation:
@@ -35,10 +37,20 @@ def parse(value: dict[str, Any]) -> Conversation:
         BadRowError: no messages, a message without role or content, an unknown role, an image, an empty answer, or a
             last turn that is not the assistant's.
     """
+    return conversation(value["messages"], tools=tools_of(value))
+
+
+def tools_of(value: dict[str, Any]) -> list[Any] | None:
+    """The descriptions of tools in a row, or None; raises BadRowError if they are no list."""
     tools = value.get("tools")
-    if tools is not None and not isinstance(tools, list):
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BadRowError(f"'tools' is a text, but no valid JSON: {error}") from error
+    if tools and not isinstance(tools, list):
         raise BadRowError(f"'tools' is of type {type(tools).__name__}; it must be a list")
-    return conversation(value["messages"], tools=tools or None)
+    return tools or None
 
 
 def conversation(messages: Any, *, tools: list[Any] | None = None) -> Conversation:
@@ -57,10 +69,12 @@ def conversation(messages: Any, *, tools: list[Any] | None = None) -> Conversati
         role = _role(message, number, notes)
         is_answer = role == "assistant"
         _check_content(message, number, is_answer)
-        weight = message.get("weight", 1)
+        weight = 1 if message.get("weight") is None else message["weight"]
         if weight not in (0, 1):
             raise BadRowError(f"message {number} has weight {weight!r}; it must be 0 (context only) or 1")
-        read.append({**{key: part for key, part in message.items() if key != "weight"}, "role": role})
+        given = {key: part for key, part in message.items() if key == "content" or part is not None}
+        given.pop("weight", None)
+        read.append(_with_reasoning(given, number) | {"role": role})
         learnt.append(is_answer and weight == 1)
     if read[-1]["role"] != "assistant":
         last = read[-1]["role"]
@@ -86,6 +100,19 @@ def _role(message: dict[str, Any], number: int, notes: list[str]) -> str:
     raise BadRowError(f"message {number} has the unknown role {role!r}{hint}; known: {', '.join(ROLES)}")
 
 
+def _with_reasoning(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """The message with its reasoning under the one name that llama-server knows."""
+    for name in REASONING_KEYS:
+        text = message.get(name)
+        if text is not None and not isinstance(text, str):
+            raise BadRowError(f"message {number} has '{name}' of type {type(text).__name__}; it must be text")
+        if text:
+            return {key: part for key, part in message.items() if key not in REASONING_KEYS} | {
+                "reasoning_content": text
+            }
+    return {key: part for key, part in message.items() if key not in REASONING_KEYS}
+
+
 def _check_content(message: dict[str, Any], number: int, is_answer: bool) -> None:
     content = message.get("content")
     if isinstance(content, list):
@@ -105,6 +132,10 @@ def _check_content(message: dict[str, Any], number: int, is_answer: bool) -> Non
 
 def _part_text(part: Any, number: int) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind in ("image", "image_url", "input_image", "audio", "input_audio", "video", "file"):
+        raise BadRowError(
+            f"message {number} has a part of type {kind!r}; pyggtrain trains on text only. Leave out such rows"
+        )
     if kind != "text":
         raise BadRowError(f"message {number} has a part of type {kind!r}; only text can be trained on")
     if not isinstance(part.get("text"), str):
