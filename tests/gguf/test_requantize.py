@@ -9,7 +9,8 @@ import torch
 from pyggtrain import _bridge, models
 from pyggtrain.errors import ConfigError, GGUFError
 from pyggtrain.gguf import GGUFFile, QuantTensor, Tokenizer, TypedValue, quantize_tensor, typed_metadata, write_gguf
-from pyggtrain.gguf.requantize import plan, read_imatrix, requantize
+from pyggtrain.gguf.imatrix import read_imatrix
+from pyggtrain.gguf.requantize import plan, requantize
 from pyggtrain.nn import Batch
 
 TOKENS = [1, 5, 9, 2]
