@@ -136,7 +136,7 @@ class Preparation:
             data.held_out,
             config=config,
             files=self.files,
-            base_sha256=self.base.header_sha256,
+            base_sha256=self.base.sample_sha256,
             data_sha256=data.report.sha256,
             held_out_sha256=data.held_out_report.sha256 if data.held_out_report is not None else None,
             started=self.started,
