@@ -397,7 +397,7 @@ def _report(
 ) -> Report:
     return Report(
         title=ready.files.adapter.name,
-        command=train_command(ready.config),
+        command=train_command(ready.config, ready.processes.local_count),
         serve="\n".join(
             (
                 serve_command(ready.config, ready.files),
