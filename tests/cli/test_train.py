@@ -337,7 +337,16 @@ def test_torchrun_trains_one_adapter_with_two_processes(chat_model, chats, folde
     alone = ["-o", str(folder / "one.gguf"), "--gradient-accumulation-steps", "2"]
     assert main([*arguments, *alone]) == 0
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    together = ["-m", "--", "pyggtrain", *arguments, "-o", str(folder / "two.gguf"), "--gradient-accumulation-steps", "1"]
+    together = [
+        "-m",
+        "--",
+        "pyggtrain",
+        *arguments,
+        "-o",
+        str(folder / "two.gguf"),
+        "--gradient-accumulation-steps",
+        "1",
+    ]
     done = subprocess.run([*launcher, *together], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 processes x 2 x 1") == 1
