@@ -54,10 +54,10 @@ def line_plot(
 
 
 def histogram(values: Sequence[float], *, name: str, description: str, x_label: str, y_label: str) -> str:
-    """Return an `<svg>` element with ten to twenty bars of round widths: how many values lie in each; "" without values.
+    """Return an `<svg>` element with ten to twenty bars of round widths: how many values lie in each.
 
     Args:
-        values: finite numbers.
+        values: finite numbers; without any the result is "".
         name, description, x_label, y_label: as in `line_plot`.
     """
     if not values:
