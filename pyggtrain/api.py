@@ -402,7 +402,7 @@ def _report(
 ) -> Report:
     return Report(
         title=ready.files.adapter.name,
-        command=train_command(ready.config),
+        command=train_command(ready.config, ready.processes.local_count),
         serve="\n".join(
             (
                 serve_command(ready.config, ready.files),
@@ -415,6 +415,8 @@ def _report(
         metrics=list(read_metrics(ready.files.metrics)),
         preview=learnt_pieces(ready.data.rows.example(0), ready.tokenizer),
         samples=samples,
+        lengths=[row.num_tokens for row in (*ready.data.held_out, *ready.data.rows)],
+        unit="nats per learnt token" if ready.config.method == "sft" else "per pair",
         parity=parity.rows() if parity is not None else [],
         has_passed=parity.passed if parity is not None else None,
         settings=record["settings"],

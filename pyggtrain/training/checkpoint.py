@@ -1,8 +1,8 @@
 """The state of a run in one file, written atomically, so that resuming is continuing.
 
 What is stored: adapter weights, what the optimiser keeps, held-out losses and the weights that had the best one, the
-number of finished optimiser steps, and what the run was made from (settings, hash of the base file's header, hash of
-the encoded rows). Nothing else is needed: the order of rows, the learning rate and the generators of dropout are
+number of finished optimiser steps, and what the run was made from (settings, hash of the base file, hash of the
+encoded rows). Nothing else is needed: the order of rows, the learning rate and the generators of dropout are
 functions of seed and step. A checkpoint lies between two optimiser steps; micro-batches of a step that was cut short
 are computed again.
 """
@@ -57,7 +57,7 @@ class Origin:
 
     Attributes:
         settings: settings that decide the result, and other facts that do, by name.
-        base_sha256: hash of the base file's header (metadata and tensor table).
+        base_sha256: hash of the base file's header and of samples of its weights.
         data_sha256: hash of the training rows' token ids and labels, in file order.
         num_steps: optimiser steps of the whole run.
     """
@@ -97,7 +97,7 @@ class Origin:
         lines = []
         if self.base_sha256 != stored.base_sha256:
             lines.append(
-                f"model: header hash {self.base_sha256[:12]}..., the checkpoint has {stored.base_sha256[:12]}..."
+                f"model: hash of the file {self.base_sha256[:12]}..., the checkpoint has {stored.base_sha256[:12]}..."
             )
         if self.data_sha256 != stored.data_sha256:
             lines.append(

@@ -1,6 +1,7 @@
 """Where a run writes: names beside the adapter, checks before training, atomic files."""
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
@@ -69,7 +70,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Raises:
         OutputError: the file cannot be written; names the path, the bytes written and the bytes free.
     """
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    temporary = path.with_name(f"{_temporary_prefix(path)}{secrets.token_hex(8)}.tmp")
     try:
         temporary.open("xb").close()
     except OSError as error:
@@ -101,6 +102,18 @@ def explained_write_errors(path: Path, temporary: Path | None = None) -> Iterato
             f"{path}: writing failed{after} ({error}); {free:,} bytes are free there. "
             "Free space or choose another folder; a file that was there before is unchanged."
         ) from error
+
+
+def remove_leftovers(files: OutputFiles) -> None:
+    """Remove temporary files that an earlier process of the same run left behind when it was killed while writing."""
+    for path in (files.adapter, files.record, files.metrics, files.checkpoint, files.report):
+        for leftover in path.parent.glob(f"{_temporary_prefix(path)}*.tmp"):
+            leftover.unlink(missing_ok=True)
+
+
+def _temporary_prefix(path: Path) -> str:
+    # A hash and not the name itself: names may be as long as the system allows, and no other run's name begins with it.
+    return f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}-"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
-"""A line plot as inline SVG: no script, no font, no file beside it; CSS gives the colours, in light and dark."""
+"""Plots as inline SVG: no script, no font, no file beside it; CSS gives the colours, in light and dark."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -20,7 +21,9 @@ class Series:
     has_dots: bool = False
 
 
-def line_plot(series: Sequence[Series], *, name: str, description: str, x_label: str, y_label: str) -> str:
+def line_plot(
+    series: Sequence[Series], *, name: str, description: str, x_label: str, y_label: str, from_zero: bool = False
+) -> str:
     """Return an `<svg>` element with axes, ticks and one line for each series; points that are not finite leave a gap.
 
     Args:
@@ -28,38 +31,17 @@ def line_plot(series: Sequence[Series], *, name: str, description: str, x_label:
         name: unique on the page; makes the ids that tie title and description to the picture for screen readers.
         description: what the plot shows, in a sentence with numbers.
         x_label, y_label: of the axes, with unit.
+        from_zero: let the y axis begin at 0, for quantities whose size matters and not only their change.
     """
     shown = [line for line in series if any(math.isfinite(y) for _, y in line.points)]
     if not shown:
         return ""
     xs = [x for line in shown for x, _ in line.points]
     ys = [y for line in shown for _, y in line.points if math.isfinite(y)]
-    x_ticks, y_ticks = ticks(min(xs), max(xs), 8), ticks(min(ys), max(ys), 6)
-    x_low, x_high = min(xs[0], *x_ticks, *xs), max(*x_ticks, *xs)
-    y_low, y_high = min(*y_ticks, *ys), max(*y_ticks, *ys)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return (
-            _LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - _LEFT - _RIGHT),
-            HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - _TOP - _BOTTOM),
-        )
-
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{escape(name)}-title {escape(name)}-text">',
-        f'<title id="{escape(name)}-title">{escape(y_label)} by {escape(x_label)}</title>',
-        f'<desc id="{escape(name)}-text">{escape(description)}</desc>',
-    ]
-    for tick in y_ticks:
-        _, y = place(x_low, tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for tick in x_ticks:
-        x, _ = place(tick, y_low)
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text x="{(WIDTH + _LEFT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    parts.append(f'<text x="0" y="14">{escape(y_label)}</text>')
+    axes = _Axes.around(xs, [0.0, *ys] if from_zero else ys)
+    parts = []
     for line in shown:
-        placed = [(*place(x, y), math.isfinite(y)) for x, y in _thinned(line.points)]
+        placed = [(*axes.place(x, y), math.isfinite(y)) for x, y in _thinned(line.points)]
         path = _path(placed)
         parts.append(f'<path class="{escape(line.css_class)}" d="{path}"><title>{escape(line.name)}</title></path>')
         if line.has_dots:
@@ -68,8 +50,73 @@ def line_plot(series: Sequence[Series], *, name: str, description: str, x_label:
                 for x, y, is_finite in placed
                 if is_finite
             ]
-    parts.append("</svg>")
-    return "".join(parts)
+    return _svg(axes, parts, name=name, description=description, x_label=x_label, y_label=y_label)
+
+
+def histogram(values: Sequence[float], *, name: str, description: str, x_label: str, y_label: str) -> str:
+    """Return an `<svg>` element with ten to twenty bars of round widths: how many values lie in each.
+
+    Args:
+        values: finite numbers; without any the result is "".
+        name, description, x_label, y_label: as in `line_plot`.
+    """
+    if not values:
+        return ""
+    edges = ticks(min(values), max(values), 20)
+    width = edges[1] - edges[0]
+    counts = Counter(min(int((value - edges[0]) / width), len(edges) - 2) for value in values)
+    axes = _Axes.around(edges, [0.0, max(counts.values())])
+    parts = []
+    for index, count in sorted(counts.items()):
+        (left, top), (right, bottom) = axes.place(edges[index], count), axes.place(edges[index + 1], 0)
+        title = f"{edges[index]:g} to {edges[index + 1]:g}: {count}"
+        parts.append(
+            f'<rect class="bar" x="{left + 0.5:.1f}" y="{top:.1f}" width="{right - left - 1:.1f}" '
+            f'height="{bottom - top:.1f}"><title>{title}</title></rect>'
+        )
+    return _svg(axes, parts, name=name, description=description, x_label=x_label, y_label=y_label)
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Ticks of both axes, and the range of numbers that the picture shows."""
+
+    x_ticks: list[float]
+    y_ticks: list[float]
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    @classmethod
+    def around(cls, xs: Sequence[float], ys: Sequence[float]) -> "_Axes":
+        x_ticks, y_ticks = ticks(min(xs), max(xs), 8), ticks(min(ys), max(ys), 6)
+        x_range = min(*x_ticks, *xs), max(*x_ticks, *xs)
+        return cls(x_ticks, y_ticks, x_range, (min(*y_ticks, *ys), max(*y_ticks, *ys)))
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        (x_low, x_high), (y_low, y_high) = self.x_range, self.y_range
+        return (
+            _LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - _LEFT - _RIGHT),
+            HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - _TOP - _BOTTOM),
+        )
+
+
+def _svg(axes: _Axes, drawing: Sequence[str], *, name: str, description: str, x_label: str, y_label: str) -> str:
+    """The picture around what is drawn: title, description, grid, ticks and labels."""
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{escape(name)}-title {escape(name)}-text">',
+        f'<title id="{escape(name)}-title">{escape(y_label)} by {escape(x_label)}</title>',
+        f'<desc id="{escape(name)}-text">{escape(description)}</desc>',
+    ]
+    for tick in axes.y_ticks:
+        _, y = axes.place(axes.x_range[0], tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for tick in axes.x_ticks:
+        x, _ = axes.place(tick, axes.y_range[0])
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<text x="{(WIDTH + _LEFT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(f'<text x="0" y="14">{escape(y_label)}</text>')
+    return "".join([*parts, *drawing, "</svg>"])
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:

@@ -142,7 +142,7 @@ class Preparation:
             data.held_out,
             config=config,
             files=self.files,
-            base_sha256=self.base.header_sha256,
+            base_sha256=self.base.sample_sha256,
             data_sha256=data.sha256,
             held_out_sha256=data.held_out_report.sha256 if data.held_out_report is not None else None,
             started=self.started,
@@ -215,7 +215,6 @@ def prepare(config: TrainConfig) -> Preparation:
         restore(adapter, start)
     model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
-    rows = [*data.rows, *data.held_out]
     if planned is None and model.is_fused:
         longest = _longest(config, data, OBJECTIVES[config.method](model, config))
         memory, model.kept = plan_fused(model, config, device, tokenizer.num_tokens, longest)

@@ -30,7 +30,7 @@ def make_record(run: Preparation, summary: TrainSummary, parity: Mapping[str, An
     return {
         "started": run.started,
         "finished": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": train_command(config),
+        "command": train_command(config, run.processes.local_count),
         "serve": serve_command(config, run.files),
         "settings": config.to_dict(),
         "versions": versions(),
@@ -65,9 +65,17 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(_finite(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def train_command(config: TrainConfig) -> str:
-    """Return the shell line that repeats a run: paths and every setting that is not the default."""
-    words = ["pyggtrain", "train", config.model, *config.data, "-o", config.output]
+def train_command(config: TrainConfig, num_processes: int = 1) -> str:
+    """Return the shell line that repeats a run: paths and every setting that is not the default.
+
+    Args:
+        num_processes: on this machine.
+    """
+    program = ["pyggtrain"]
+    if num_processes > 1:
+        # Without the two dashes torchrun takes --r for an abbreviation of its own flags.
+        program = ["torchrun", "--nproc-per-node", str(num_processes), "-m", "--", "pyggtrain"]
+    words = [*program, "train", config.model, *config.data, "-o", config.output]
     for field in dataclasses.fields(TrainConfig):
         value = getattr(config, field.name)
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default

@@ -1,4 +1,4 @@
-"""One page about a run, in one file that needs no network: losses, data, answers, parity, settings."""
+"""One page about a run, in one file that needs no network: losses, machine, data, answers, parity, settings."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from pyggtrain.training.plot import Series, line_plot, running_mean
+from pyggtrain.training.plot import Series, histogram, line_plot, running_mean
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,11 @@ class Report:
         serve: shell lines that serve the adapter.
         summary: fact -> value, first table of the page.
         data: sentences about the rows.
+        lengths: tokens of each row, held-out ones included.
         metrics: lines of the metrics file.
         preview: pieces of one training row with True for those that are learnt.
         samples: answers before and after.
+        unit: what a loss is measured in.
         parity: header row and further rows; empty if the comparison was turned off.
         has_passed: verdict of the comparison, None without one.
         settings: all settings of the run.
@@ -49,6 +51,8 @@ class Report:
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
     samples: Sequence[Sample] = field(default=())
+    lengths: Sequence[int] = field(default=())
+    unit: str = "nats per learnt token"
 
 
 def render(report: Report) -> str:
@@ -56,8 +60,10 @@ def render(report: Report) -> str:
     parts = [
         "<h1>" + _text(report.title) + "</h1>",
         _facts(report.summary),
-        _losses(report.metrics),
-        _section("Data", _lines(report.data) + _preview(report.preview)),
+        _losses(report.metrics, report.unit),
+        _preferences(report.metrics),
+        _machine(report.metrics),
+        _section("Data", _lines(report.data) + _lengths(report.lengths) + _preview(report.preview)),
         _section("Answers before and after", _samples(report.samples)) if report.samples else "",
         _section("Comparison with llama.cpp", _verdict(report.has_passed) + _table(report.parity)),
         _section("Serve it", _code(report.serve)),
@@ -78,7 +84,7 @@ def render(report: Report) -> str:
     )
 
 
-def _losses(metrics: Sequence[Mapping[str, Any]]) -> str:
+def _losses(metrics: Sequence[Mapping[str, Any]], unit: str) -> str:
     train = _series(metrics, "loss")
     held_out = _series(metrics, "eval_loss")
     rate = _series(metrics, "learning_rate")
@@ -97,7 +103,7 @@ def _losses(metrics: Sequence[Mapping[str, Any]]) -> str:
         name="loss",
         description=description,
         x_label="optimiser step",
-        y_label="loss (nats per learnt token)",
+        y_label=f"loss ({unit})",
     )
     rate_plot = line_plot(
         [Series("learning rate", "rate", rate)],
@@ -113,6 +119,67 @@ def _losses(metrics: Sequence[Mapping[str, Any]]) -> str:
     rows = [["step", "held-out loss"], *([f"{step:g}", f"{loss:.4f}"] for step, loss in held_out)]
     table = _details("Held-out losses as numbers", _table(rows)) if held_out else ""
     return _section("Loss", f"<p>{_text(description)}</p>{legend}{loss_plot}{table}<h3>Learning rate</h3>{rate_plot}")
+
+
+def _preferences(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """How often the chosen answer is preferred; "" for a run that learns no preferences."""
+    train = _series(metrics, "rewards/accuracies")
+    if not train:
+        return ""
+    held_out = _series(metrics, "eval_rewards/accuracies")
+    description = f"Share of training pairs whose chosen answer is preferred: {train[-1][1]:.2f} at the end."
+    if held_out:
+        description += f" Of held-out pairs from {held_out[0][1]:.2f} to {held_out[-1][1]:.2f}."
+    plot = line_plot(
+        [
+            Series("training pairs, each logged step", "train faint", train),
+            Series("training pairs, running mean", "train", running_mean(train)),
+            Series("held-out pairs", "held-out", held_out, has_dots=True),
+        ],
+        name="accuracy",
+        description=description,
+        x_label="optimiser step",
+        y_label="share of pairs",
+        from_zero=True,
+    )
+    return _section("Preferences", f"<p>{_text(description)}</p>{plot}")
+
+
+def _machine(metrics: Sequence[Mapping[str, Any]]) -> str:
+    parts = []
+    for name, title, unit, style in (
+        ("tokens_per_second", "Speed", "tokens per second", "speed"),
+        ("memory_mib", "Memory", "MiB", "memory"),
+    ):
+        series = [(step, value) for step, value in _series(metrics, name) if math.isfinite(value)]
+        if not series:
+            continue
+        values = [value for _, value in series]
+        description = f"{title}: {min(values):,.0f} to {max(values):,.0f} {unit}."
+        plot = line_plot(
+            [Series(title, style, series)],
+            name=name.replace("_", "-"),
+            description=description,
+            x_label="optimiser step",
+            y_label=unit,
+            from_zero=True,
+        )
+        parts.append(f"<h3>{title}</h3><p>{_text(description)}</p>{plot}")
+    return _section("Machine", "".join(parts)) if parts else ""
+
+
+def _lengths(lengths: Sequence[int]) -> str:
+    if not lengths:
+        return ""
+    ordered = sorted(lengths)
+    percentiles = ", ".join(
+        f"{share} % up to {ordered[math.ceil(share / 100 * len(ordered)) - 1]:,}" for share in (50, 90, 99)
+    )
+    description = f"Tokens of {len(ordered):,} rows: {ordered[0]:,} to {ordered[-1]:,}; {percentiles}."
+    plot = histogram(
+        ordered, name="lengths", description=description, x_label="tokens of a row", y_label="number of rows"
+    )
+    return f"<h3>Lengths</h3><p>{_text(description)}</p>{plot}"
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
@@ -197,10 +264,12 @@ def _is_forbidden(char: str) -> bool:
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1d2126; --dim: #5b6470; --page: #fbfbfa; --line: #d9dcdf; --box: #f0f1f2;
-  --train: #1f5fa8; --held-out: #b3440a; --rate: #2f7d4f; --mark: #d4ecd9; --mark-text: #0f3d20; }
+  --train: #1f5fa8; --held-out: #b3440a; --rate: #2f7d4f; --speed: #6b4fa0;
+  --memory: #86651a; --mark: #d4ecd9; --mark-text: #0f3d20; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e6e8ea; --dim: #a2abb5; --page: #16191c; --line: #363c43; --box: #20252a;
-    --train: #7db4f0; --held-out: #f2a062; --rate: #7fcf9d; --mark: #1f4a2f; --mark-text: #d9f5e2; } }
+    --train: #7db4f0; --held-out: #f2a062; --rate: #7fcf9d; --speed: #b9a0ee;
+    --memory: #d9b95f; --mark: #1f4a2f; --mark-text: #d9f5e2; } }
 body { margin: 0; background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 50rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.6rem; overflow-wrap: anywhere; } h2 { font-size: 1.2rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
@@ -216,6 +285,7 @@ summary { cursor: pointer; margin: .75rem 0; } .legend { color: var(--dim); marg
 .passed::before { content: "\\2713  "; } .failed { font-weight: bold; } .failed::before { content: "\\2717  "; }
 svg { width: 100%; height: auto; } svg text { fill: var(--dim); font-size: 13px; } svg .grid { stroke: var(--line); }
 svg path { fill: none; stroke-width: 2; stroke-linejoin: round; } svg .faint { opacity: .4; stroke-width: 1; }
-svg .train { stroke: var(--train); } svg .rate { stroke: var(--rate); }
+svg .train { stroke: var(--train); } svg .rate { stroke: var(--rate); } svg .bar { fill: var(--train); }
+svg .speed { stroke: var(--speed); } svg .memory { stroke: var(--memory); }
 svg path.held-out { stroke: var(--held-out); stroke-dasharray: 6 4; } svg circle.held-out { fill: var(--held-out); }
 """

@@ -22,7 +22,7 @@ from pyggtrain.training.interrupts import StopRequested, TrainingInterrupted, st
 from pyggtrain.training.metrics import EvalMetrics, LoggedStep, StepLog
 from pyggtrain.training.objectives import Objective
 from pyggtrain.training.optim import Optimizer
-from pyggtrain.training.output import OutputFiles
+from pyggtrain.training.output import OutputFiles, remove_leftovers
 from pyggtrain.training.processes import Processes, fingerprint
 from pyggtrain.training.progress import Progress
 from pyggtrain.training.schedule import learning_rate
@@ -67,7 +67,7 @@ class Trainer:
         held_out: encoded rows that are never trained on; may be empty.
         config: settings.
         files: where to write.
-        base_sha256: hash of the base file's header.
+        base_sha256: hash of the base file, see `GGUFFile.sample_sha256`.
         data_sha256: hash of the encoded rows.
         held_out_sha256: hash of the rows of `eval_data`; None if held-out rows are part of the data.
         started: when the run was started first (ISO 8601).
@@ -141,6 +141,8 @@ class Trainer:
         done = self._restore(self.resume_from) if self.resume_from is not None else 0
         # Nothing is written before every process has come this far.
         self._check_processes(done)
+        if self.processes.is_first:
+            remove_leftovers(self.files)
         log = StepLog(self.num_steps, self.device)
         self.progress.start(self.num_steps, done)
         try:

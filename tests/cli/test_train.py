@@ -329,3 +329,62 @@ def test_targets_that_cannot_be_trained_are_refused_before_training(chat_model, 
     with pytest.raises(pyggtrain.PyggtrainError, match="tied"):
         train(chat_model, chats, folder, target_modules=("output",))
     assert list(folder.iterdir()) == []
+
+
+def test_torchrun_trains_one_adapter_with_two_processes(chat_model, chats, folder):
+    """What one process does with twice the micro-batches; one writer, one plan on the screen, one comparison."""
+    arguments = ["train", str(chat_model), str(chats), *FLAGS, "--per-device-train-batch-size", "2"]
+    alone = ["-o", str(folder / "one.gguf"), "--gradient-accumulation-steps", "2"]
+    assert main([*arguments, *alone]) == 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    together = [
+        "-m",
+        "--",
+        "pyggtrain",
+        *arguments,
+        "-o",
+        str(folder / "two.gguf"),
+        "--gradient-accumulation-steps",
+        "1",
+    ]
+    done = subprocess.run([*launcher, *together], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes x 2 x 1") == 1
+    assert done.stdout.count("Parity with llama.cpp: passed") == 1
+    records = [json.loads((folder / f"{name}.gguf.json").read_text(encoding="utf-8")) for name in ("one", "two")]
+    losses, held_out = ([record["result"][name] for record in records] for name in ("loss", "eval_loss"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and held_out[0] == pytest.approx(held_out[1], rel=1e-5)
+    assert records[1]["command"].startswith("torchrun --nproc-per-node 2 -m -- pyggtrain train ")
+    assert {path.name.removeprefix("two.gguf") for path in folder.glob("two*")} == {
+        path.name.removeprefix("one.gguf") for path in folder.glob("one*")
+    }
+
+
+def test_settings_reach_the_run_from_the_command_line(chat_model, chats, folder, capfd):
+    """The further controls together, on the whole road, with parity of what is saved."""
+    flags = [
+        *("--method", "sft", "--neftune-noise-alpha", "5", "--optim", "schedule_free_adamw", "--eval-steps", "1"),
+        *("--lr-scheduler-type", "constant", "--loraplus-lr-ratio", "4", "--load-best-model-at-end"),
+        *("--early-stopping-patience", "3", "--report-to", "tensorboard"),
+    ]
+    output = folder / "adapter.gguf"
+    assert main(["train", str(chat_model), str(chats), "-o", str(output), *FLAGS, *flags]) == 0
+    captured = capfd.readouterr()
+    assert "sft, noise on embeddings 5; schedule_free_adamw, lora_b 4 times faster" in captured.out
+    assert "Parity with llama.cpp: passed" in captured.out
+    assert list((folder / "adapter.gguf.tensorboard").glob("events.*"))
+    record = json.loads((folder / "adapter.gguf.json").read_text(encoding="utf-8"))
+    assert record["result"]["best_step"] is not None
+    assert record["result"]["eval_loss"] <= record["result"]["first_eval_loss"]
+
+
+def test_base_with_an_equal_header_and_other_weights_is_not_resumed(chat_model, chats, folder, tmp_path, capfd):
+    base = tmp_path / "base.gguf"
+    base.write_bytes(chat_model.read_bytes())
+    arguments = ["train", str(base), str(chats), "-o", str(folder / "a.gguf"), *FLAGS, "--no-verify"]
+    assert main(arguments) == 0
+    content = bytearray(base.read_bytes())
+    content[-1] ^= 1
+    base.write_bytes(content)
+    assert main([*arguments, "--resume"]) == 2
+    assert "model: hash of the file" in capfd.readouterr().err

@@ -89,7 +89,7 @@ def test_another_number_of_processes_is_refused():
         (origin(seed=1), "seed: 1, the checkpoint has 3407"),
         (
             replace(origin(), base_sha256="c" * 64),
-            "model: header hash cccccccccccc..., the checkpoint has aaaaaaaaaaaa...",
+            "model: hash of the file cccccccccccc..., the checkpoint has aaaaaaaaaaaa...",
         ),
         (replace(origin(), data_sha256="c" * 64), "data: hash of the rows cccccccccccc"),
     ],

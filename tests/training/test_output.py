@@ -1,5 +1,6 @@
 """Nothing is overwritten, nothing is half written, and what must fail fails before training."""
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -9,7 +10,15 @@ from collections import namedtuple
 import pytest
 
 from pyggtrain.training import output
-from pyggtrain.training.output import OutputError, OutputFiles, atomic_path, check_free_space, check_output, write_text
+from pyggtrain.training.output import (
+    OutputError,
+    OutputFiles,
+    atomic_path,
+    check_free_space,
+    check_output,
+    remove_leftovers,
+    write_text,
+)
 
 
 @pytest.fixture
@@ -113,6 +122,17 @@ def test_interrupt_while_writing_leaves_no_temporary_file(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_leftovers_of_a_killed_run_are_removed_and_nobody_elses(tmp_path):
+    files = OutputFiles(tmp_path / ("тест 日本 " * 7 + "a.gguf"))
+    other = OutputFiles(tmp_path / "a.gguf")
+    with contextlib.suppress(SystemExit), atomic_path(files.checkpoint) as temporary:
+        killed = temporary.with_name(temporary.name.replace(".tmp", "0.tmp"))
+        killed.write_bytes(b"half")
+    with atomic_path(other.checkpoint) as temporary:
+        remove_leftovers(files)
+        assert temporary.exists() and not killed.exists()
+
+
 def test_written_file_follows_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
@@ -132,10 +152,10 @@ from pyggtrain.errors import PyggtrainError
 from pyggtrain.training.checkpoint import Checkpoint, Origin, save_checkpoint
 path = Path({str(tmp_path / "a.checkpoint")!r})
 origin = Origin({{}}, "", "", 1)
-save_checkpoint(path, Checkpoint(1, "", origin, {{"w": torch.zeros(10)}}, {{}}))
+save_checkpoint(path, Checkpoint(1, "", origin, {{"w": torch.zeros(10)}}, {{}}, {{}}, 0.0))
 resource.setrlimit(resource.RLIMIT_FSIZE, ({2**20}, {2**20}))
 try:
-    save_checkpoint(path, Checkpoint(2, "", origin, {{"w": torch.zeros(2**20)}}, {{}}))
+    save_checkpoint(path, Checkpoint(2, "", origin, {{"w": torch.zeros(2**20)}}, {{}}, {{}}, 0.0))
 except PyggtrainError as error:
     sys.exit(str(error))
 """

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pyggtrain.training.plot import Series, line_plot, running_mean, ticks
+from pyggtrain.training.plot import Series, histogram, line_plot, running_mean, ticks
 
 
 def draw(*series: Series) -> ElementTree.Element:
@@ -57,3 +57,24 @@ def test_running_mean_is_unbiased_at_its_start_and_calms_what_jumps():
     jumping = [(step, step % 2) for step in range(400)]
     assert all(0.4 < mean < 0.6 for _, mean in running_mean(jumping)[100:])
     assert running_mean([(0, math.nan), (1, 2.0)]) == [(1, 2.0)]
+
+
+def test_bars_count_the_values_between_round_edges():
+    page = histogram([1, 2, 3, 39, 40], name="h", description="d", x_label="x", y_label="y")
+    svg = ElementTree.fromstring(page)
+    titles = [bar.find("title").text for bar in svg.iter("rect")]
+    assert titles == ["0 to 2.5: 2", "2.5 to 5: 1", "37.5 to 40: 2"]
+    heights = [float(bar.get("height")) for bar in svg.iter("rect")]
+    assert heights[0] == heights[2] == pytest.approx(2 * heights[1])
+
+
+def test_equal_values_make_one_bar_and_none_make_no_picture():
+    svg = ElementTree.fromstring(histogram([7, 7], name="h", description="d", x_label="x", y_label="y"))
+    assert len(list(svg.iter("rect"))) == 1
+    assert histogram([], name="h", description="d", x_label="x", y_label="y") == ""
+
+
+def test_the_y_axis_begins_at_zero_where_size_matters():
+    series = [Series("a", "speed", [(0, 99), (1, 100)])]
+    page = line_plot(series, name="p", description="d", x_label="x", y_label="y", from_zero=True)
+    assert ">0</text>" in page and ">0</text>" in page.split(">100</text>")[0]

@@ -13,7 +13,15 @@ NAMESPACE = "{http://www.w3.org/1999/xhtml}"
 
 def report(**changes) -> Report:
     metrics = [
-        {"step": step, "loss": 3.0 / (step + 1), "learning_rate": 1e-4, "grad_norm": 1.0} for step in range(1, 30)
+        {
+            "step": step,
+            "loss": 3.0 / (step + 1),
+            "learning_rate": 1e-4,
+            "grad_norm": 1.0,
+            "tokens_per_second": 100.0 + step,
+            "memory_mib": 500.0,
+        }
+        for step in range(1, 30)
     ]
     metrics[5]["loss"] = None
     metrics += [{"step": step, "eval_loss": 2.0 - step / 100, "eval_tokens": 5} for step in (0, 10, 29)]
@@ -30,6 +38,7 @@ def report(**changes) -> Report:
         "settings": {"r": 16, "data": ("a", "b")},
         "versions": {"pyggtrain": "0"},
         "samples": [Sample("q", "a", "b")],
+        "lengths": [5, 9, 40, 41, 200],
     }
     return Report(**{**values, **changes})
 
@@ -43,13 +52,17 @@ def test_page_is_well_formed_and_holds_its_parts():
     headings = ["".join(element.itertext()) for element in root.iter(f"{NAMESPACE}h2")]
     assert headings == [
         "Loss",
+        "Machine",
         "Data",
         "Answers before and after",
         "Comparison with llama.cpp",
         "Serve it",
         "Repeat it",
     ]
-    assert len(list(root.iter(f"{NAMESPACE}svg"))) == 2
+    assert len(list(root.iter(f"{NAMESPACE}svg"))) == 5
+    text = "".join(root.itertext())
+    assert "Tokens of 5 rows: 5 to 200; 50 % up to 40, 90 % up to 200, 99 % up to 200." in text
+    assert "Speed: 101 to 129 tokens per second." in text and "Memory: 500 to 500 MiB." in text
 
 
 def test_page_needs_nothing_from_elsewhere():
@@ -99,8 +112,17 @@ def test_verdict_is_in_words(has_passed, expected):
 
 
 def test_run_without_metrics_and_extras_has_a_page():
-    root = parsed(render(report(metrics=[], preview=(), parity=[], has_passed=None, samples=())))
+    root = parsed(render(report(metrics=[], preview=(), parity=[], has_passed=None, samples=(), lengths=())))
     assert list(root.iter(f"{NAMESPACE}svg")) == []
+
+
+def test_preferences_have_a_plot_of_their_own():
+    metrics = [{"step": step, "loss": 0.7, "learning_rate": 0.1, "rewards/accuracies": step / 4} for step in (1, 2, 3)]
+    metrics += [{"step": step, "eval_loss": 0.7, "eval_rewards/accuracies": step / 8} for step in (0, 3)]
+    root = parsed(render(report(metrics=metrics, unit="per pair")))
+    text = "".join(root.itertext())
+    assert "preferred: 0.75 at the end. Of held-out pairs from 0.00 to 0.38." in text
+    assert "loss (per pair)" in text
 
 
 def test_losses_that_are_not_finite_leave_no_trace_of_nan():
