@@ -35,9 +35,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 1,
     },
-    "layers, 2 x 128": {"gradient_checkpointing": "layers", "max_seq_length": 128},
-    "layers, 1 x 1024": {"gradient_checkpointing": "layers", "max_seq_length": 1024, "per_device_train_batch_size": 1},
-    "layers, 2 x 128, graph": {"gradient_checkpointing": "layers", "max_seq_length": 128, "model_impl": "graph"},
+    "layers, 2 x 256": {"gradient_checkpointing": "layers", "max_seq_length": 256},
+    "layers, 1 x 768": {"gradient_checkpointing": "layers", "max_seq_length": 768, "per_device_train_batch_size": 1},
+    "layers, 2 x 256, graph": {"gradient_checkpointing": "layers", "max_seq_length": 256, "model_impl": "graph"},
 }
 """Name -> settings that differ from the defaults; SmolLM2-135M Q4_1, two micro-batches to a step unless said."""
 

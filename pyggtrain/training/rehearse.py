@@ -64,8 +64,8 @@ class Tape:
         self.sizes: list[int] = []
         self.parts: list[str] = []
         self.events: list[int] = []
-        # Buffers made when the last gradient was there.
-        self.num_before_update = 0
+        # (number of events, buffer) of each gradient when it was there.
+        self.gradients: list[tuple[int, int]] = []
         self._ignored: set[int] = set()
         # By the address of torch's own record: a fake storage has no data. The reference tells when it is gone.
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -85,10 +85,16 @@ class Tape:
         """Leave out the file's own memory, which nobody makes. The tensors have to live as long as the tape."""
         self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
-    def name(self, tensors: Sequence[torch.Tensor], part: str) -> None:
+    def name(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Say what the buffers of some tensors are for."""
         for tensor in tensors:
-            self.parts[self._alive[tensor.untyped_storage()._cdata][0]] = part
+            self.parts[self._buffer_of(tensor)] = part
+
+    def name_gradient(self, gradient: torch.Tensor) -> None:
+        """Say that a gradient is complete."""
+        buffer = self._buffer_of(gradient)
+        self.parts[buffer] = GRADIENTS
+        self.gradients.append((len(self.events), buffer))
 
     def name_rest(self, part: str, *, since: int = 0) -> None:
         """Say what all buffers from number `since` on are for that exist and are called no more than "activations"."""
@@ -102,6 +108,9 @@ class Tape:
         tape.sizes, tape.parts, tape.events = list(self.sizes), list(self.parts), list(self.events)
         tape._alive, tape._ignored = dict(self._alive), self._ignored
         return tape
+
+    def _buffer_of(self, tensor: torch.Tensor) -> int:
+        return self._alive[tensor.untyped_storage()._cdata][0]
 
     def _freed(self, key: int, buffer: int) -> None:
         del self._alive[key]
@@ -162,30 +171,32 @@ class Rehearsal:
         tape = self._tape.fork()
         self._model.checkpoint_policy = policy
         batch = Batch.from_documents(documents)
-        # A third micro-batch is like the second: it finds gradients that are there already.
-        num_micro_batches = min(2, self._config.gradient_accumulation_steps)
         with self._on_stage(tape), self._gradients_named(tape):
             optimizer = Optimizer(self._parameters, self._config)
             before = len(tape.events)
             optimizer.step(
                 self.objective,
-                [batch] * num_micro_batches,
+                [batch],
                 num_units=1,
                 learning_rate=self._config.learning_rate,
-                seeds=[0] * num_micro_batches,
+                seeds=[0],
             )
             tape.name(workspace.held(), WORKSPACE)
-            tape.name_rest(OPTIMISER, since=tape.num_before_update)
-            # The optimiser's state goes with it.
-            step = tape.events[before:]
-            return Trace(tape.sizes, tape.parts, [*tape.events, *_again(tape.sizes, tape.parts, step)])
+            after_backward = tape.gradients[-1][0]
+            tape.name_rest(OPTIMISER, since=1 + max(tape.events[:after_backward]))
+            # Taken down while the optimiser's state is there.
+            events = list(tape.events)
+        step = events[before:]
+        if self._config.gradient_accumulation_steps > 1:
+            more = _onto_gradients(tape, step, before, after_backward)
+            step = [*step[: after_backward - before], *more, *step[after_backward - before :]]
+        return Trace(tape.sizes, tape.parts, [*events, *_again(tape, step)])
 
     @contextmanager
     def _gradients_named(self, tape: Tape) -> Iterator[None]:
         def name(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None, "the hook runs once the gradient is there"
-            tape.name([parameter.grad], GRADIENTS)
-            tape.num_before_update = len(tape.sizes)
+            tape.name_gradient(parameter.grad)
 
         hooks = [parameter.register_post_accumulate_grad_hook(name) for parameter in self._parameters.values()]
         try:
@@ -207,7 +218,25 @@ class Rehearsal:
             log.setLevel(level)
 
 
-def _again(sizes: list[int], parts: list[str], step: Sequence[int]) -> list[int]:
+def _onto_gradients(tape: Tape, step: Sequence[int], before: int, after_backward: int) -> list[int]:
+    """The events of a further micro-batch of a step: the same once more, but its gradients are added to those that are
+    there and go at once.
+    """
+    going: dict[int, list[int]] = {}
+    for num_events, buffer in tape.gradients:
+        going.setdefault(num_events - before, []).append(buffer)
+    passing = {-1 - event for event in step if event < 0}
+    more = []
+    for index, event in enumerate(step[: after_backward - before]):
+        more += [-1 - buffer for buffer in going.pop(index, ())]
+        more.append(event)
+    more += [-1 - buffer for buffers in going.values() for buffer in buffers]
+    # What backward had left is gone before the next micro-batch begins.
+    left = {event for event in more if event >= 0} - {-1 - event for event in more if event < 0}
+    return _again(tape, [*more, *(-1 - buffer for buffer in sorted(left & passing))])
+
+
+def _again(tape: Tape, step: Sequence[int]) -> list[int]:
     """The events of a step once more, with new buffers for those that it gave back; those that it kept are there."""
     given_back = {-1 - event for event in step if event < 0}
     renamed: dict[int, int] = {}
@@ -217,8 +246,8 @@ def _again(sizes: list[int], parts: list[str], step: Sequence[int]) -> list[int]
         if buffer not in given_back:
             continue
         if event >= 0:
-            renamed[buffer] = len(sizes)
-            sizes.append(sizes[buffer])
-            parts.append(parts[buffer])
+            renamed[buffer] = len(tape.sizes)
+            tape.sizes.append(tape.sizes[buffer])
+            tape.parts.append(tape.parts[buffer])
         events.append(renamed[buffer] if event >= 0 else -1 - renamed[buffer])
     return events

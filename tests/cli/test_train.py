@@ -388,3 +388,24 @@ def test_base_with_an_equal_header_and_other_weights_is_not_resumed(chat_model, 
     base.write_bytes(content)
     assert main([*arguments, "--resume"]) == 2
     assert "model: hash of the file" in capfd.readouterr().err
+
+
+def test_run_that_cannot_fit_is_refused_before_anything_is_loaded(chat_model, chats, folder, monkeypatch):
+    loaded = []
+    load = api.models.load
+    monkeypatch.setattr(
+        api.models,
+        "load",
+        lambda *given, **named: loaded.append(named.get("is_checked", True)) or load(*given, **named),
+    )
+    with pytest.raises(pyggtrain.PyggtrainError, match=r"needs about .*max_memory is 1 MiB.* Lower"):
+        train(chat_model, chats, folder, max_memory="1MiB")
+    # Only the rehearsal was loaded, which has no memory.
+    assert loaded == [False] and list(folder.iterdir()) == []
+
+
+def test_micro_batch_follows_the_memory_and_the_step_stays(chat_model, chats, folder):
+    result = train(chat_model, chats, folder, max_memory="1TiB", max_steps=1)
+    settings = json.loads(result.files.record.read_text())["settings"]
+    assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 8
+    assert settings["per_device_train_batch_size"] == 8
