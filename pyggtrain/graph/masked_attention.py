@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from pyggtrain import ops
+from pyggtrain.ops import Documents
 
 # Queries in one block: small against the keys of a long document, large against the cost of a call.
 BLOCK = 256
@@ -54,7 +55,7 @@ def masked_attention(
     q_THK: torch.Tensor,
     k_TNK: torch.Tensor,
     v_TNV: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    documents: Documents,
     *,
     softmax_scale: float,
     mask: Mask,
@@ -67,7 +68,7 @@ def masked_attention(
     Args:
         q_THK: [T, H, K].
         k_TNK, v_TNV: [T, N, K] and [T, N, V], H % N == 0.
-        cu_seqlens: int32 [B + 1].
+        documents: their bounds.
         softmax_scale: c, multiplies q·k.
         mask: causal inside a document in any case.
         softcap: p; 0: none.
@@ -77,11 +78,11 @@ def masked_attention(
     Returns:
         [T, H, V].
     """
-    bounds = cu_seqlens.tolist()
+    bounds = documents.bounds
     longest = max(end - start for start, end in pairwise(bounds))
     sees_all = mask.window_type == "none" or longest <= mask.window
     if sees_all and not softcap and slopes_H is None and sinks_H is None:
-        return ops.attention(q_THK, k_TNK, v_TNV, cu_seqlens, softmax_scale=softmax_scale)
+        return ops.attention(q_THK, k_TNK, v_TNV, documents, softmax_scale=softmax_scale)
     parts = []
     for start, end in pairwise(bounds):
         for first in range(start, end, BLOCK):

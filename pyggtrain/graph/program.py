@@ -131,7 +131,7 @@ def _runs(steps: Sequence[Step]) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     current = None
     for index, step in enumerate(steps):
-        for block in {match.group(1) for name in step.weights if (match := _BLOCK.match(name))}:
+        for block in dict.fromkeys(match.group(1) for name in step.weights if (match := _BLOCK.match(name))):
             if block == current:
                 runs[-1] = (runs[-1][0], index)
             else:
@@ -161,7 +161,9 @@ def cut_into_layers(steps: Sequence[Step]) -> Cuts:
     if runs[0][0] > 0:
         cuts.add(best(0, runs[0][0]), is_layer=True)
     for (_, last), (first, _) in pairwise(runs):
-        cuts.add(best(last, first), is_layer=True)
+        # A step may read weights of two blocks: there is no place between them.
+        if last < first:
+            cuts.add(best(last, first), is_layer=True)
     end = best(runs[-1][1], len(steps))
     if end < len(steps):
         cuts.add(end, is_layer=False)

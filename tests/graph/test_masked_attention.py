@@ -7,6 +7,7 @@ import torch
 
 from pyggtrain.graph import masked_attention as module
 from pyggtrain.graph.masked_attention import Mask, alibi_slopes, dense_attention, masked_attention
+from pyggtrain.ops import Documents
 
 BOUNDS = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
 NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS = 20, 4, 2
@@ -76,7 +77,7 @@ def test_equals_the_written_out_softmax_with_gradients(
         assert MASKS[mask].first_visible(9) == 0
     q, k, v = inputs()
     options = EXTRAS[extra]
-    found = masked_attention(q, k, v, BOUNDS, softmax_scale=0.7, mask=MASKS[mask], **options)  # type: ignore[arg-type]
+    found = masked_attention(q, k, v, Documents(BOUNDS), softmax_scale=0.7, mask=MASKS[mask], **options)  # type: ignore[arg-type]
     wanted = written_out(q, k, v, MASKS[mask], **options)  # type: ignore[arg-type]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     dy = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=found.dtype)
@@ -98,15 +99,15 @@ def test_scores_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "_weighted_values", recorded)
     q = torch.randn(64, 2, 4)
     bounds = torch.tensor([0, 64], dtype=torch.int32)
-    masked_attention(q, q, q, bounds, softmax_scale=1.0, mask=Mask("standard", 8))
+    masked_attention(q, q, q, Documents(bounds), softmax_scale=1.0, mask=Mask("standard", 8))
     assert max(sizes) <= 8 * (8 + 7)
 
 
 def test_a_window_wider_than_every_document_is_no_window() -> None:
     q, k, v = inputs()
-    wide = masked_attention(q, k, v, BOUNDS, softmax_scale=0.7, mask=Mask("standard", 12))
-    assert torch.equal(wide, masked_attention(q, k, v, BOUNDS, softmax_scale=0.7, mask=Mask()))
-    narrow = masked_attention(q, k, v, BOUNDS, softmax_scale=0.7, mask=Mask("standard", 11))
+    wide = masked_attention(q, k, v, Documents(BOUNDS), softmax_scale=0.7, mask=Mask("standard", 12))
+    assert torch.equal(wide, masked_attention(q, k, v, Documents(BOUNDS), softmax_scale=0.7, mask=Mask()))
+    narrow = masked_attention(q, k, v, Documents(BOUNDS), softmax_scale=0.7, mask=Mask("standard", 11))
     assert not torch.allclose(wide, narrow)
 
 

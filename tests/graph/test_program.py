@@ -51,6 +51,12 @@ def test_a_value_that_later_blocks_read_crosses_the_cut() -> None:
     assert dead_after(parts, 9) == [[], [1], [3, 5], [8]]
 
 
+def test_a_step_with_weights_of_two_blocks_joins_them() -> None:
+    both = Step(5, (4, 2), add, ("blk.0.attn_output.weight", "blk.1.attn_norm.weight"), "node 5")
+    cuts = cut_into_layers([*PROGRAM[:4], both, *PROGRAM[6:]])
+    assert cuts.is_layer == [False, True, False]
+
+
 def test_a_program_without_blocks_is_one_region() -> None:
     parts, is_layer = regions([step(1, 0), step(2, 1)], LEAVES, 2)
     assert len(parts) == 1 and is_layer == [True]

@@ -49,12 +49,11 @@ def _flash_attention(meaning: str | None) -> Lowering:
             sinks_H = None if sinks is None else sinks.reshape(-1)
             if mask is not None:
                 q_THK, k_TNK, v_TNV = (_tokens_first(x) for x in (q, k, v))
-                cu_seqlens = frame.batch.cu_seqlens
                 o_THV = masked_attention(
                     q_THK,
                     k_TNK,
                     v_TNV,
-                    cu_seqlens,
+                    frame.batch.documents,
                     softmax_scale=softmax_scale,
                     mask=mask,
                     softcap=softcap,
@@ -112,9 +111,9 @@ def dense_mask(frame: Frame, mask: Mask, *, uses_alibi: bool) -> torch.Tensor:
     Only for models that compute with the mask itself.
     """
     batch = frame.batch
-    documents = torch.repeat_interleave(
-        torch.arange(batch.num_documents, device=batch.cu_seqlens.device), batch.cu_seqlens.diff().long()
-    )
+    # Bounds of documents are on the host, see `nn.Batch`.
+    documents = torch.repeat_interleave(torch.arange(batch.num_documents), batch.cu_seqlens.diff().long())
+    documents = documents.to(batch.positions_T.device)
     queries, keys = batch.positions_T.unsqueeze(1), batch.positions_T
     is_seen = (documents.unsqueeze(1) == documents) & (keys <= queries)
     if mask.window_type == "standard":
