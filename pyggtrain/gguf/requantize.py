@@ -60,8 +60,8 @@ KEPT = (
     "*mm.a.code_embd*",
 )
 
-# Where a row is no multiple of a type's block: the type of at least its quality that has blocks of 32, as llama.cpp
-# chooses.
+# Where a row is no multiple of a type's block: a type of at least its quality with blocks of 32. llama.cpp's choices
+# (tensor_type_fallback), but for Q2_K and Q3_K, which it makes Q4_0, and Q1_0 and NVFP4, for which it has none.
 FALLBACKS = {
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     **dict.fromkeys(("Q2_K", "Q3_K"), "IQ4_NL"),
