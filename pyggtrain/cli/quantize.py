@@ -31,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
         metavar="PATTERN=TYPE",
         help="another type for the tensors whose names match (*attn_v*=Q6_K); may be repeated, the last match counts",
     )
-    parser.add_argument("--imatrix", metavar="FILE", help="importance matrix made by llama-imatrix (GGUF)")
+    parser.add_argument("--imatrix", metavar="FILE", help="importance matrix made by llama-imatrix (GGUF or .dat)")
     parser.add_argument(
         "--allow-uniform",
         action="store_true",
@@ -43,7 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
 
     from pyggtrain.gguf import GGUFFile
-    from pyggtrain.gguf.requantize import Change, read_imatrix, requantize
+    from pyggtrain.gguf.imatrix import read_imatrix
+    from pyggtrain.gguf.requantize import Change, requantize
     from pyggtrain.training.output import explained_write_errors
 
     file = GGUFFile.open(parsed.model)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from pyggtrain import _bridge
 from pyggtrain.errors import BridgeError, ConfigError, GGUFError
 from pyggtrain.gguf.file import GGUFFile
+from pyggtrain.gguf.imatrix import importance_of
 from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.gguf.split import is_part_name
 from pyggtrain.gguf.writer import (
@@ -152,7 +153,7 @@ def requantize(
 
     Args:
         type, tensor_types: as in `plan`.
-        imatrix: importance of each column by tensor name, see `read_imatrix`.
+        imatrix: importance of each column by tensor name, see `imatrix.read_imatrix`.
         is_uniform_allowed: where a type needs an importance matrix and there is none, weigh all columns alike.
         is_requantize_allowed: quantise weights that are quantised already.
         overwrite: replace an existing file.
@@ -176,7 +177,7 @@ def requantize(
             change.name,
             change.made,
             tensor.shape,
-            partial(_produce, tensor, change, weights.get(change.name), num_threads, progress),
+            partial(_produce, tensor, change, importance_of(weights, change.name, tensor.shape), num_threads, progress),
         )
         for tensor, change in zip(file.tensors.values(), changes, strict=True)
     ]
@@ -247,49 +248,24 @@ def _produce(
         return tensor.blocks
     columns = tensor.shape[-1]
     if imatrix is None and _bridge.quant_types()[change.made].needs_imatrix:
-        imatrix = torch.ones(columns)
+        imatrix = torch.ones(1, columns)
     source = tensor.blocks.reshape(tensor.num_rows, -1)
     blocks = torch.empty(tensor.num_rows, row_bytes(change.made, columns), dtype=torch.uint8)
-    step = max(1, _CHUNK_VALUES // columns)
-    values = torch.empty(min(step, tensor.num_rows), columns)
-    for first in range(0, tensor.num_rows, step):
-        chunk = source[first : first + step]
-        decoded = values[: chunk.shape[0]]
-        _bridge.dequantize(tensor.type, chunk, decoded, num_threads)
-        try:
-            _bridge.quantize(change.made, decoded, blocks[first : first + step], num_threads, imatrix)
-        except BridgeError as error:
-            raise GGUFError(f"{tensor.name}: cannot become {change.made}: {error}") from error
+    # A stack of experts may have a row of importance for each of them.
+    num_rows = tensor.num_rows if imatrix is None else tensor.num_rows // imatrix.shape[0]
+    step = max(1, min(num_rows, _CHUNK_VALUES // columns))
+    values = torch.empty(step, columns)
+    for first in range(0, tensor.num_rows, num_rows):
+        importance = None if imatrix is None else imatrix[first // num_rows]
+        for start in range(first, first + num_rows, step):
+            end = min(start + step, first + num_rows)
+            decoded = values[: end - start]
+            _bridge.dequantize(tensor.type, source[start:end], decoded, num_threads)
+            try:
+                _bridge.quantize(change.made, decoded, blocks[start:end], num_threads, importance)
+            except BridgeError as error:
+                raise GGUFError(f"{tensor.name}: cannot become {change.made}: {error}") from error
     return blocks
-
-
-def read_imatrix(path: str | os.PathLike[str]) -> "dict[str, torch.Tensor]":
-    """Importance of each column by tensor name, from a GGUF file made by llama.cpp's llama-imatrix: mean squared
-    activation.
-
-    Expert stacks hold one row of sums per expert; their mean is used for all experts.
-
-    Raises:
-        GGUFError: not a GGUF file, or not an importance matrix.
-    """
-    import torch
-
-    file = GGUFFile(path)
-    sums = [name for name in file.tensors if name.endswith(".in_sum2")]
-    if not sums:
-        raise GGUFError(f"{path}: holds no tensor named *.in_sum2; needed: an importance matrix made by llama-imatrix.")
-    result = {}
-    for name in sums:
-        base = name.removesuffix(".in_sum2")
-        count = file.tensors.get(f"{base}.counts")
-        if count is None or file.tensors[name].type != "F32" or count.type != "F32":
-            raise GGUFError(f"{path}: '{base}' lacks F32 tensors .in_sum2 and .counts; the file is damaged.")
-        total = file.tensors[name].blocks.view(torch.float32).reshape(-1, file.tensors[name].shape[-1])
-        counts = count.blocks.view(torch.float32).reshape(-1, 1)
-        mean = (total / counts.clamp_min(1)).mean(dim=0)
-        # A column that was never active still has to be stored somehow; ggml wants positive weights.
-        result[base] = mean.clamp_min(float(mean[mean > 0].min()) if bool((mean > 0).any()) else 1.0)
-    return result
 
 
 # ggml's GGML_QNT_VERSION: the layout of the block types, unchanged since 2023.

@@ -22,7 +22,8 @@ from pyggtrain.adapters import gguf_adapter
 from pyggtrain.errors import PyggtrainError
 from pyggtrain.gguf import GGUFFile, TypedValue, quantize_tensor, write_gguf
 from pyggtrain.gguf.finite import find_nonfinite
-from pyggtrain.gguf.requantize import plan, read_imatrix
+from pyggtrain.gguf.imatrix import read_imatrix
+from pyggtrain.gguf.requantize import plan
 from pyggtrain.ops import dequantize
 
 INSTRUMENTED = ("pyggtrain.gguf", "pyggtrain.adapters.gguf_adapter")

@@ -9,7 +9,8 @@ import torch
 from pyggtrain import _bridge, models
 from pyggtrain.errors import ConfigError, GGUFError
 from pyggtrain.gguf import GGUFFile, QuantTensor, Tokenizer, TypedValue, quantize_tensor, typed_metadata, write_gguf
-from pyggtrain.gguf.requantize import plan, read_imatrix, requantize
+from pyggtrain.gguf.imatrix import read_imatrix
+from pyggtrain.gguf.requantize import plan, requantize
 from pyggtrain.nn import Batch
 
 TOKENS = [1, 5, 9, 2]
@@ -144,6 +145,17 @@ def test_large_tensors_are_made_piece_by_piece(tmp_path: Path, monkeypatch: pyte
     requantize(GGUFFile(tmp_path / "s.gguf"), tmp_path / "o.gguf", "Q5_1")
     whole = quantize_tensor("a.weight", values, "Q5_1")
     assert torch.equal(GGUFFile(tmp_path / "o.gguf").tensors["a.weight"].blocks, whole.blocks)
+
+
+def test_each_expert_has_its_own_importance(tmp_path: Path) -> None:
+    values = torch.randn(2, 6, 256, generator=torch.Generator().manual_seed(0))
+    write_gguf(tmp_path / "s.gguf", {}, [quantize_tensor("e.weight", values, "F32")])
+    importance = torch.stack([torch.linspace(0.01, 9, 256), torch.linspace(9, 0.01, 256)])
+    requantize(GGUFFile(tmp_path / "s.gguf"), tmp_path / "o.gguf", "Q2_K", imatrix={"e.weight": importance})
+    stack = GGUFFile(tmp_path / "o.gguf").tensors["e.weight"]
+    for expert in range(2):
+        alone = quantize_tensor("e", values[expert], "Q2_K", imatrix=importance[expert])
+        assert torch.equal(stack.blocks[expert], alone.blocks)
 
 
 def test_an_importance_matrix_is_used(tmp_path: Path) -> None:
