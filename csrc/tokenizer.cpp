@@ -16,24 +16,19 @@ namespace pyggtrain {
 
 namespace py = pybind11;
 
-static llama_model * load_vocabulary(const std::string & path) {
-    llama_log_clear();
-    llama_model_params params = llama_model_default_params();
-    params.vocab_only         = true;
-    params.n_gpu_layers       = 0;
-    llama_model * model       = llama_model_load_from_file(path.c_str(), params);
-    if (model == nullptr) {
-        throw bridge_error(join(path, ": llama.cpp cannot load its tokenizer: ", llama_log_complaints()));
-    }
-    return model;
-}
-
 struct tokenizer {
     std::unique_ptr<llama_model, decltype(&llama_model_free)> model;
     const llama_vocab *                                       vocab;
 
     explicit tokenizer(const std::string & path) : model(nullptr, llama_model_free), vocab(nullptr) {
-        model.reset(load_vocabulary(path));
+        llama_log_clear();
+        llama_model_params params = llama_model_default_params();
+        params.vocab_only         = true;
+        params.n_gpu_layers       = 0;
+        model.reset(llama_model_load_from_file(path.c_str(), params));
+        if (model == nullptr) {
+            throw bridge_error(join(path, ": llama.cpp cannot load its tokenizer: ", llama_log_complaints()));
+        }
         vocab = llama_model_get_vocab(model.get());
         PYGGTRAIN_CHECK(llama_vocab_type(vocab) != LLAMA_VOCAB_TYPE_NONE, path, "a model without a tokenizer", "tokenizer.ggml.* metadata");
     }
@@ -106,8 +101,6 @@ struct tokenizer {
 
 void register_tokenizer(py::module_ & module) {
     using released = py::call_guard<py::gil_scoped_release>;
-    module.def("check_vocabulary", [](const std::string & path) { llama_model_free(load_vocabulary(path)); }, py::arg("path"),
-               "Load metadata and vocabulary and forget them; aborts the process where llama.cpp does, so it is called in a child.");
     py::class_<tokenizer>(module, "Tokenizer", "llama.cpp's tokenizer of one GGUF file; reads no weights. Ids that do not exist in the file are -1.")
         .def(py::init<const std::string &>(), py::arg("path"), released())
         .def_property_readonly("num_tokens", [](const tokenizer & self) { return llama_vocab_n_tokens(self.vocab); })

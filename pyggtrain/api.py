@@ -27,7 +27,7 @@ from pyggtrain.gguf import GGUFFile, Tokenizer
 from pyggtrain.gguf.finite import check_finite
 from pyggtrain.gguf.hub import local_path
 from pyggtrain.gguf.imatrix import read_imatrix
-from pyggtrain.gguf.tokenizer import check_vocabulary
+from pyggtrain.gguf.readable import check_readable
 from pyggtrain.model_info import ModelInfo, info
 from pyggtrain.nn import LoraPair, Model
 from pyggtrain.training.config import TrainConfig, build_config
@@ -235,7 +235,7 @@ def verify(
         AdapterError: the adapter does not fit the base, or holds pairs that have no effect in llama.cpp.
     """
     base = GGUFFile.open(model)
-    check_vocabulary(base.path)
+    check_readable(base.path)
     check_finite(base, num_threads=num_threads or num_usable_cores())
     tokenizer = Tokenizer.from_gguf(base.path)
     file = gguf_adapter.load(adapter)

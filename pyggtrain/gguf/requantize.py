@@ -61,8 +61,8 @@ KEPT = (
     "*mm.a.code_embd*",
 )
 
-# Where a row is no multiple of a type's block: the type of at least its quality that has blocks of 32, as llama.cpp
-# chooses.
+# Where a row is no multiple of a type's block: a type of at least its quality with blocks of 32. llama.cpp's choices
+# (tensor_type_fallback), but for Q2_K and Q3_K, which it makes Q4_0, and Q1_0 and NVFP4, for which it has none.
 FALLBACKS = {
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     **dict.fromkeys(("Q2_K", "Q3_K"), "IQ4_NL"),
@@ -153,7 +153,7 @@ def requantize(
 
     Args:
         type, tensor_types: as in `plan`.
-        imatrix: importance of each column by tensor name, see `gguf.imatrix`.
+        imatrix: importance of each column by tensor name, see `imatrix.read_imatrix`.
         is_uniform_allowed: where a type needs an importance matrix and there is none, weigh all columns alike.
         is_requantize_allowed: quantise weights that are quantised already.
         overwrite: replace an existing file.
@@ -237,7 +237,7 @@ def main_type(file: GGUFFile, changes: list[Change]) -> str:
 def _produce(
     tensor: QuantTensor,
     change: Change,
-    importance: "torch.Tensor | None",
+    imatrix: "torch.Tensor | None",
     num_threads: int,
     progress: Callable[[Change], None],
 ) -> "torch.Tensor":
@@ -247,25 +247,24 @@ def _produce(
     if change.made == change.found:
         return tensor.blocks
     columns = tensor.shape[-1]
-    if importance is None and _bridge.quant_types()[change.made].needs_imatrix:
-        importance = torch.ones(1, columns)
+    if imatrix is None and _bridge.quant_types()[change.made].needs_imatrix:
+        imatrix = torch.ones(1, columns)
     source = tensor.blocks.reshape(tensor.num_rows, -1)
     blocks = torch.empty(tensor.num_rows, row_bytes(change.made, columns), dtype=torch.uint8)
-    step = max(1, _CHUNK_VALUES // columns)
-    values = torch.empty(min(step, tensor.num_rows), columns)
-    # Experts have an importance each.
-    num_rows = tensor.num_rows // (1 if importance is None else len(importance))
-    for first in (start + row for start in range(0, tensor.num_rows, num_rows) for row in range(0, num_rows, step)):
-        matrix = first // num_rows
-        last = min(first + step, (matrix + 1) * num_rows)
-        chunk = source[first:last]
-        of_columns = None if importance is None else importance[matrix].contiguous()
-        decoded = values[: chunk.shape[0]]
-        _bridge.dequantize(tensor.type, chunk, decoded, num_threads)
-        try:
-            _bridge.quantize(change.made, decoded, blocks[first:last], num_threads, of_columns)
-        except BridgeError as error:
-            raise GGUFError(f"{tensor.name}: cannot become {change.made}: {error}") from error
+    # A stack of experts may have a row of importance for each of them.
+    num_rows = tensor.num_rows if imatrix is None else tensor.num_rows // imatrix.shape[0]
+    step = max(1, min(num_rows, _CHUNK_VALUES // columns))
+    values = torch.empty(step, columns)
+    for first in range(0, tensor.num_rows, num_rows):
+        importance = None if imatrix is None else imatrix[first // num_rows]
+        for start in range(first, first + num_rows, step):
+            end = min(start + step, first + num_rows)
+            decoded = values[: end - start]
+            _bridge.dequantize(tensor.type, source[start:end], decoded, num_threads)
+            try:
+                _bridge.quantize(change.made, decoded, blocks[start:end], num_threads, importance)
+            except BridgeError as error:
+                raise GGUFError(f"{tensor.name}: cannot become {change.made}: {error}") from error
     return blocks
 
 

@@ -1,18 +1,10 @@
 """Text to token ids and back, by llama.cpp itself: the ids that llama-server would use for the same file."""
 
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from pyggtrain import _bridge
-from pyggtrain.errors import GGUFError
 from pyggtrain.gguf.file import GGUFFile
-
-_CHECK = "import sys; from pyggtrain import _bridge; _bridge.check_vocabulary(sys.argv[1])"
-_TIMEOUT_S = 600
 
 
 class Tokenizer:
@@ -87,43 +79,6 @@ class Tokenizer:
 
     def is_control(self, id: int) -> bool:
         return self._tokenizer.is_control(id)
-
-
-def check_vocabulary(path: Path) -> None:
-    """Let llama.cpp read a file's metadata and vocabulary in a child process, which it may abort: 0.2 s or so.
-
-    llama.cpp asserts what it expects of a file, and an assertion ends the process that it runs in. Afterwards the same
-    file can be given to it here.
-
-    Raises:
-        GGUFError: llama.cpp aborted or refused, with its reason.
-    """
-    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
-    if search_path := environment.get("PYTHONPATH"):
-        # The child works elsewhere, so that no folder shadows the package.
-        folders = [os.path.abspath(folder) for folder in search_path.split(os.pathsep) if folder]
-        environment["PYTHONPATH"] = os.pathsep.join(folders)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", _CHECK, os.path.abspath(path)]
-        try:
-            child = subprocess.run(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise GGUFError(f"{path}: llama.cpp was still reading its vocabulary after {_TIMEOUT_S} s.") from None
-    if child.returncode:
-        reason = " ".join(child.stderr.decode(errors="replace").splitlines()[-3:]).strip()
-        how = f"aborts (signal {-child.returncode})" if child.returncode < 0 else "gives up"
-        raise GGUFError(
-            f"{path}: llama.cpp {how} when it reads this file's metadata and vocabulary: {reason}. "
-            "Convert the model again, or take it from another source."
-        )
 
 
 def _id_or_none(id: int) -> int | None:

@@ -24,16 +24,7 @@ from pyggtrain.graph.frame import Frame
 from pyggtrain.graph.importer import Program, import_steps, make_program
 from pyggtrain.graph.ir import Graph, fit, fit_document
 from pyggtrain.graph.program import Step
-from pyggtrain.graph.rewrite import (
-    Reach,
-    forward_casts,
-    join,
-    name_masks,
-    name_rows_of_tokens,
-    order_memory,
-    take_out_adapter,
-    without_gradient,
-)
+from pyggtrain.graph.rewrite import Reach, name_rows_of_tokens, rewritten
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
 from pyggtrain.nn import Batch, ExpertLinear, Model, QuantLinear, run_layer
 from pyggtrain.ops.linear_cross_entropy import IGNORED, default_chunk
@@ -48,19 +39,13 @@ def training_graph(file: GGUFFile, *, num_ctx: int | None = None) -> tuple[Graph
         BridgeError: llama.cpp cannot build it.
         UnsupportedError: it depends on the number of tokens in a way that is not implemented.
     """
-    return _rewritten(fit(cached_capture(file, num_ctx=num_ctx)))
+    return rewritten(fit(cached_capture(file, num_ctx=num_ctx)))
 
 
 def document_graph(file: GGUFFile, num_tokens: int, *, num_ctx: int | None = None) -> tuple[Graph, Reach]:
     """As `training_graph`, of one document of `num_tokens` tokens (a multiple of `capture.DOCUMENT_UNIT`)."""
     graph = fit_document(cached_capture(file, num_ctx=num_ctx, num_tokens=num_tokens))
-    return _rewritten(name_rows_of_tokens(graph, file.metadata))
-
-
-def _rewritten(graph: Graph) -> tuple[Graph, Reach]:
-    graph, reach = take_out_adapter(graph)
-    graph = join(order_memory(name_masks(forward_casts(graph))))
-    return graph, without_gradient(graph, reach)
+    return rewritten(name_rows_of_tokens(graph, file.metadata))
 
 
 class _EncoderError(UnsupportedError):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pyggtrain.graph.capture import LENGTHS, capture
 from pyggtrain.graph.ir import fit
-from pyggtrain.graph.rewrite import Reach, take_out_adapter
+from pyggtrain.graph.rewrite import Reach, rewritten
 
 
 def adapter_reach(path: Path) -> Reach:
@@ -13,4 +13,4 @@ def adapter_reach(path: Path) -> Reach:
     Raises:
         BridgeError: llama.cpp cannot build the graph, with its reason.
     """
-    return take_out_adapter(fit(capture(path, lengths=LENGTHS[:1])))[1]
+    return rewritten(fit(capture(path, lengths=LENGTHS[:1])))[1]

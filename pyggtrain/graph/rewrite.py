@@ -172,6 +172,13 @@ def without_gradient(graph: Graph, reach: Reach) -> Reach:
     return Reach(reach.trainable & felt, {**reach.missed, **unfelt})
 
 
+def rewritten(graph: Graph) -> tuple[Graph, Reach]:
+    """All passes in turn: the graph to train with, and which weights an adapter on it can train."""
+    graph, reach = take_out_adapter(graph)
+    graph = join(order_memory(name_masks(forward_casts(graph))))
+    return graph, without_gradient(graph, reach)
+
+
 def forward_casts(graph: Graph) -> Graph:
     """The graph without copies that only change the kind of float."""
     walk = _Walk(graph)

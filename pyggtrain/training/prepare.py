@@ -19,7 +19,7 @@ from pyggtrain.errors import ConfigError, UnsupportedError
 from pyggtrain.gguf import GGUFFile, Tokenizer
 from pyggtrain.gguf.finite import check_finite
 from pyggtrain.gguf.hub import local_path
-from pyggtrain.gguf.tokenizer import check_vocabulary
+from pyggtrain.gguf.readable import check_readable
 from pyggtrain.nn import Model, activation_dtype
 from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
@@ -184,7 +184,7 @@ def prepare(config: TrainConfig) -> Preparation:
     )
     base = GGUFFile.open(config.model)
     device = processes.device(choose_device(config.device))
-    check_vocabulary(base.path)
+    check_readable(base.path)
     check_finite(base, num_threads=torch.get_num_threads())
     tokenizer = Tokenizer.from_gguf(config.model)
     max_length = longest_row(config, base)

@@ -147,6 +147,17 @@ def test_large_tensors_are_made_piece_by_piece(tmp_path: Path, monkeypatch: pyte
     assert torch.equal(GGUFFile(tmp_path / "o.gguf").tensors["a.weight"].blocks, whole.blocks)
 
 
+def test_each_expert_has_its_own_importance(tmp_path: Path) -> None:
+    values = torch.randn(2, 6, 256, generator=torch.Generator().manual_seed(0))
+    write_gguf(tmp_path / "s.gguf", {}, [quantize_tensor("e.weight", values, "F32")])
+    importance = torch.stack([torch.linspace(0.01, 9, 256), torch.linspace(9, 0.01, 256)])
+    requantize(GGUFFile(tmp_path / "s.gguf"), tmp_path / "o.gguf", "Q2_K", imatrix={"e.weight": importance})
+    stack = GGUFFile(tmp_path / "o.gguf").tensors["e.weight"]
+    for expert in range(2):
+        alone = quantize_tensor("e", values[expert], "Q2_K", imatrix=importance[expert])
+        assert torch.equal(stack.blocks[expert], alone.blocks)
+
+
 def test_an_importance_matrix_is_used(tmp_path: Path) -> None:
     values = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     source, out, plain = (tmp_path / name for name in ("s.gguf", "o.gguf", "p.gguf"))

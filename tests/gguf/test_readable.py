@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pyggtrain.errors import BridgeError, GGUFError
-from pyggtrain.gguf import GGUFFile, Tokenizer, TypedValue, typed_metadata, write_gguf
-from pyggtrain.gguf.tokenizer import check_vocabulary
+from pyggtrain.gguf import GGUFFile, Tokenizer, TypedValue, quantize_tensor, typed_metadata, write_gguf
+from pyggtrain.gguf.readable import check_readable
 
 TOKENS = ["a", "b", "ab", "Ġ", "Ċ", "c", "d", "e"]
 VOCABULARY: dict[str, Any] = {
@@ -26,26 +27,31 @@ VOCABULARY: dict[str, Any] = {
 def write(path: Path, tiny_llama_path: Path, **changes: Any) -> Path:
     metadata = {**typed_metadata(GGUFFile(tiny_llama_path)), **VOCABULARY}
     metadata |= {key.replace("__", "."): value for key, value in changes.items()}
-    write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, [])
+    tensors = dict(GGUFFile(tiny_llama_path).tensors)
+    tensors["token_embd.weight"] = quantize_tensor("token_embd.weight", torch.randn(len(TOKENS), 64), "F32")
+    write_gguf(path, {key: value for key, value in metadata.items() if value is not None}, tensors.values())
     return path
 
 
 def test_a_good_file_passes(tiny_llama_path: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "good é.gguf", tiny_llama_path)
-    check_vocabulary(path)
+    check_readable(path)
     assert Tokenizer(path).encode("ab", add_special=False) == [2]
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a token stands twice": ({"tokenizer__ggml__tokens": [*TOKENS[:-1], "a"]}, r"aborts \(signal 6\).*token_to_id"),
-    "tokens are numbers": ({"tokenizer__ggml__tokens": [1, 2]}, "gives up.*invalid gguf type"),
+    "tokens are numbers": ({"tokenizer__ggml__tokens": [1, 2]}, "cannot read.*invalid gguf type"),
     "fewer types than tokens": (
         {"tokenizer__ggml__token_type": TypedValue("arr[i32]", [1])},
-        "gives up.*Index out of array bounds",
+        "cannot read.*Index out of array bounds",
     ),
-    "unknown tokenizer": ({"tokenizer__ggml__model": "abacus"}, "gives up.*unknown tokenizer"),
-    "a model name that is a number": ({"tokenizer__ggml__model": 7}, "gives up"),
-    "no merges": ({"tokenizer__ggml__merges": None}, "gives up.*merges"),
+    "unknown tokenizer": ({"tokenizer__ggml__model": "abacus"}, "cannot read.*unknown tokenizer"),
+    "a model name that is a number": ({"tokenizer__ggml__model": 7}, "cannot read"),
+    "more experts than llama.cpp has room for": ({"llama__expert_count": 1 << 20}, r"aborts \(signal 6\).*expert"),
+    "more layers than there are": ({"llama__block_count": 3}, "cannot read.*not found"),
+    "heads that the keys do not fit": ({"llama__attention__head_count": 3}, "aborts|cannot read"),
+    "no merges": ({"tokenizer__ggml__merges": None}, "cannot read.*merges"),
 }
 
 
@@ -54,7 +60,7 @@ def test_what_llama_cpp_aborts_on_or_refuses_is_an_error(case: str, tiny_llama_p
     changes, said = CASES[case]
     path = write(tmp_path / "bad.gguf", tiny_llama_path, **changes)
     with pytest.raises(GGUFError, match=said) as caught:
-        check_vocabulary(path)
+        check_readable(path)
     assert str(path) in str(caught.value)
 
 
@@ -65,7 +71,7 @@ def test_a_token_that_shall_be_added_and_is_not_there_is_an_error(
     # gpt2's default is token 11, which a vocabulary of eight does not have.
     changes = {f"tokenizer__ggml__{which}_token_id": None, f"tokenizer__ggml__add_{which}_token": True}
     path = write(tmp_path / "bad.gguf", tiny_llama_path, **changes)
-    check_vocabulary(path)
+    check_readable(path)
     # In a child: without the check in csrc/tokenizer.cpp llama.cpp would end this process.
     code = f"""
 from pyggtrain.gguf import Tokenizer
