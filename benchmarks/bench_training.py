@@ -75,7 +75,7 @@ SETTINGS = {
     "4x2048_24gib": Setting(4, 2048, 24, on_host_but(32, weights=6)),
     "4x2048_36gib": Setting(4, 2048, 36, on_host_but(32, weights=31), head_parts=1),
     "1x2048_6gib": Setting(1, 2048, 6.3, on_host),
-    "1x2048_13gib": Setting(1, 2048, 13.3, on_host_but(32, weights=9)),
+    "1x2048_13gib": Setting(1, 2048, 13.3, on_host_but(32, weights=8)),
     "1x8192_8gib": Setting(1, 8192, 7.8, on_host_but(2)),
     "1x80k_24gib": Setting(1, 80 * 1024, 24, inputs_on_host),
     "1x2048_70b": Setting(1, 2048, 40, on_host, shape=LLAMA_3_3_70B),
