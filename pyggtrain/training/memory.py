@@ -123,7 +123,7 @@ class RehearsedNeed:
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self._rehearsal = rehearsal
-        self._program_bytes = _program_bytes()
+        self._program_bytes = _program_bytes(rehearsal.paths)
 
     def parts(self, policy: str, documents: Sequence[Document]) -> dict[str, int]:
         """See `Need`."""
@@ -360,9 +360,25 @@ def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
 
 
-def _program_bytes() -> int:
-    """What the process holds before the model is loaded and will hold of code and buffers beside it; 0 if unknown."""
-    return _status()["VmRSS"] + _FIRST_STEP_BYTES if sys.platform == "linux" else 0
+def _program_bytes(paths: Sequence[Path]) -> int:
+    """What the process holds now, without pages of the base file, and will hold of code and buffers; 0 if unknown."""
+    if sys.platform != "linux":
+        return 0
+    return _status()["VmRSS"] - _mapped_bytes(paths) + _FIRST_STEP_BYTES
+
+
+def _mapped_bytes(paths: Sequence[Path]) -> int:
+    """Resident bytes of this process's mappings of some files."""
+    names = {str(path.resolve()) for path in paths}
+    total, is_one = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        name, _, value = line.partition(":")
+        if name == "Rss" and is_one:
+            total += int(value.split()[0]) << 10
+        elif " " in name:
+            # A mapping's first line: addresses, rights, offset, device, inode, path.
+            is_one = line.split(maxsplit=5)[-1] in names
+    return total
 
 
 def _status() -> dict[str, int]:

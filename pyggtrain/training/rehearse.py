@@ -129,6 +129,7 @@ class Rehearsal:
         objective: what a step minimises.
         num_parameters: trained numbers.
         base_bytes: of the file's tensors.
+        paths: of the file and its parts.
 
     Raises:
         UnsupportedError, GGUFError, ConfigError: as loading the model and attaching the adapter would raise them.
@@ -137,6 +138,7 @@ class Rehearsal:
     def __init__(self, file: GGUFFile, config: TrainConfig, lora: LoraConfig) -> None:
         self._config = config
         self._tape = Tape()
+        self.paths = file.paths
         self.base_bytes = sum(tensor.num_bytes for tensor in file.tensors.values())
         header = self._header = GGUFFile.open(file.path)
         header.tensors = {

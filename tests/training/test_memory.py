@@ -149,7 +149,7 @@ def test_auto_takes_the_fastest_policy_that_fits(rehearsal, tiny_llama_path, mon
 
 
 def test_limit_chooses_micro_batch_and_policy(rehearsal, tiny_llama_path, monkeypatch):
-    monkeypatch.setattr(memory, "_program_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "_program_bytes", lambda paths: 0)
     free = planner(rehearsal, tiny_llama_path, num_tokens=500, max_memory="1TiB")
     assert {size for _, size in free.settings} == {8, 4, 2, 1}
     assert free.settings[0] == ("none", 8) == (free.choose().policy, free.choose().micro_batch_size)
@@ -265,6 +265,14 @@ def test_guard_sees_a_peak_that_is_over_again(monkeypatch):
     block = torch.ones(2**25)
     del block
     assert "The process took" in guard.excess()
+
+
+def test_pages_of_the_base_file_are_not_the_programs(tiny_llama_path):
+    file = GGUFFile.open(tiny_llama_path)
+    before = memory._mapped_bytes(file.paths)
+    assert sum(int(tensor.blocks.sum()) for tensor in file.tensors.values()) > 0
+    assert before <= memory._mapped_bytes(file.paths) and memory._mapped_bytes(file.paths) > 100_000
+    assert memory._mapped_bytes([tiny_llama_path.with_name("other")]) == 0
 
 
 def test_limit_of_a_gpu_is_the_allocators(monkeypatch):
