@@ -219,7 +219,9 @@ def prepare(config: TrainConfig) -> Preparation:
         longest = _longest(config, data, OBJECTIVES[config.method](model, config))
         memory, model.kept = plan_fused(model, config, device, tokenizer.num_tokens, longest)
     else:
-        memory = planned or _measured(config, model, device, data)
+        # With an adapter to start from the plan follows its ranks; a GPU is measured.
+        memory = planned or _planned(config, base, device, data) or _measured(config, model, device, data)
+        tune_allocator(memory.policy)
         model.checkpoint_policy = memory.policy
     check_free_space(files, adapter.num_parameters, keeps_best=config.load_best_model_at_end)
     config = replace(
