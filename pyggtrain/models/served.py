@@ -5,12 +5,10 @@ tests/tiny_models/sweep.py writes: it makes a tiny model of every architecture, 
 llama.cpp, and trains each kind of weight. tests/graph/test_architectures.py finds the same again.
 """
 
-import json
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
-from pyggtrain import _bridge
+from pyggtrain.graph.record import known_architectures, recorded
 from pyggtrain.models import ARCHITECTURES
 
 
@@ -37,9 +35,8 @@ class Served:
 
 def served() -> list[Served]:
     """Every architecture that the pinned llama.cpp knows, in its own order."""
-    text = resources.files("pyggtrain.graph").joinpath("architectures.json").read_text()
-    found = json.loads(text)
-    return [_served(name, found.get(name, {"models": {"any": "was not tried"}})) for name in _bridge.architectures()]
+    found = recorded()
+    return [_served(name, found.get(name, {"models": {"any": "was not tried"}})) for name in known_architectures()]
 
 
 def _served(name: str, found: dict[str, Any]) -> Served:

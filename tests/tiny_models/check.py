@@ -3,7 +3,6 @@
 Every check is about a file of F32 weights, on two documents in one batch, of which llama.cpp sees each alone.
 """
 
-import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -218,7 +217,9 @@ def _check_adapters(
         halves = [pair.lora_a, pair.lora_b]
         error = slope_error(model, halves, few)
         # What compresses blocks of tokens learns nothing from a document shorter than a block.
-        findings.slope_errors[kind] = slope_error(model, halves, batch) if math.isinf(error) else error
+        if error > MAX_SLOPE_ERROR:
+            error = min(error, slope_error(model, halves, batch))
+        findings.slope_errors[kind] = error
         for name in names:
             model.linears[name].lora = None
 
