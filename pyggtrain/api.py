@@ -415,7 +415,7 @@ def _report(
         metrics=list(read_metrics(ready.files.metrics)),
         preview=learnt_pieces(ready.data.rows.example(0), ready.tokenizer),
         samples=samples,
-        lengths=[row.num_tokens for row in (*ready.data.held_out, *ready.data.rows)],
+        lengths=[*ready.data.held_out.lengths.tolist(), *ready.data.rows.lengths.tolist()],
         unit="nats per learnt token" if ready.config.method == "sft" else "per pair",
         parity=parity.rows() if parity is not None else [],
         has_passed=parity.passed if parity is not None else None,

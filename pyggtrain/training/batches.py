@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class Batches:
         for rows in self._own(self._cut(self._held_out)):
             yield self._batch(rows)
 
-    @property
+    @cached_property
     def num_held_out_units(self) -> int:
         """What the held-out loss is a mean over, on all processes."""
         return self._objective.num_units(self._held_out)

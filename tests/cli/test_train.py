@@ -88,7 +88,7 @@ def test_command_writes_adapter_record_metrics_and_report(chat_model, chats, fol
     for expected in (
         "attn_q x 2, attn_k x 2, attn_v x 2, attn_output x 2, ffn_gate x 2, ffn_up x 2, ffn_down x 2",
         "22 to train on, 2 held out; at most 256 tokens each",
-        "activations of",
+        "tokens at a time, none: base file",
         "«one<|im_end|>»",
         "Parity with llama.cpp: passed",
         "llama-server -m",
@@ -409,3 +409,24 @@ def test_micro_batch_follows_the_memory_and_the_step_stays(chat_model, chats, fo
     settings = json.loads(result.files.record.read_text())["settings"]
     assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 8
     assert settings["per_device_train_batch_size"] == 8
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_preferences_are_trained_from_a_file_and_served_by_llama_cpp(chat_model, folder, capfd, method):
+    pairs = folder / "pairs.jsonl"
+    rows = [
+        {"prompt": f"Count to {number}.", "chosen": [{"role": "assistant", "content": " one" * number}]}
+        | {"rejected": [{"role": "assistant", "content": " two" * number}]}
+        for number in range(1, 25)
+    ]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    output = folder / "adapter.gguf"
+    flags = ["--method", method, "--max-steps", "12"]
+    assert main(["train", str(chat_model), str(pairs), "-o", str(output), *FLAGS, *flags]) == 0
+    captured = capfd.readouterr()
+    assert f"{method}, beta 0.1" in captured.out and "Parity with llama.cpp: passed" in captured.out
+    lines = [json.loads(line) for line in (folder / "adapter.gguf.metrics.jsonl").read_text().splitlines()]
+    accuracies = [line["eval_rewards/accuracies"] for line in lines if "eval_loss" in line]
+    assert accuracies[-1] == 1
+    assert "Preferences" in (folder / "adapter.gguf.report.html").read_text(encoding="utf-8")
+    assert main(["train", str(chat_model), str(pairs), "-o", str(folder / "sft.gguf"), *FLAGS]) == 2
