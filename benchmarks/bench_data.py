@@ -188,7 +188,7 @@ def packing(num_rows: int) -> list[dict[str, Any]]:
     limit, size, steps = 512, 8, max(1, num_rows // 24)
     settings = DataSettings(max_length=limit, too_long="drop")
     rows, _ = load_examples([writer.chat(20, 200) for _ in range(num_rows)], tokenizer, settings)
-    held_out, _ = load_examples([writer.chat(20, 200) for _ in range(8)], tokenizer, settings)
+    held_out, _ = load_examples([writer.chat(20, 200) for _ in range(4)], tokenizer, settings)
     per_step = len(rows) // steps
     lines = []
     for way in ("padded", "unpadded", "packed"):
