@@ -37,7 +37,7 @@ def markdown_table() -> list[str]:
     for name, model in ARCHITECTURES.items():
         first_line = (inspect.getdoc(inspect.getmodule(model)) or "").splitlines()[0]
         description = first_line.removeprefix(f"`{name}`: ").rstrip(".")
-        lines.append(f"| `{name}` | {description} | {types} | CPU |")
+        lines.append(f"| `{name}` | {description} | {types} | CPU, CUDA |")
     items = served()
     graph = [f"`{item.name}`" for item in items if item.way == "graph"]
     missing = [f"`{item.name}`" for item in items if item.way == "not yet"]
