@@ -36,6 +36,8 @@ def _outside_the_source(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Encoded rows of the tests stay out of the cache of the person who runs them."""
+    # What is compiled (tests/tiny_models) stays in that person's: it takes minutes and depends on no test.
+    os.environ["PYGGTRAIN_BUILD_CACHE_DIR"] = os.environ.get("PYGGTRAIN_CACHE_DIR", "")
     os.environ["PYGGTRAIN_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
 
 

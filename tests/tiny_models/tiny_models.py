@@ -26,16 +26,17 @@ def generator() -> Path:
     folder = _cache_folder() / f"tiny-models-{key}"
     executable = folder / "generate"
     if not executable.exists():
+        environment = {**os.environ, "PYGGTRAIN_CACHE_DIR": str(_cache_folder())}
         configure = ["cmake", "-S", HERE, "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
         for command in (configure, ["cmake", "--build", folder]):
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
             assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return executable
 
 
 def _cache_folder() -> Path:
-    """vendor/llama_cpp.cmake's."""
-    if own := os.environ.get("PYGGTRAIN_CACHE_DIR"):
+    """vendor/llama_cpp.cmake's; under pytest, which has a cache of its own for all else, that of who started it."""
+    if own := os.environ.get("PYGGTRAIN_BUILD_CACHE_DIR", os.environ.get("PYGGTRAIN_CACHE_DIR")):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyggtrain"
 
