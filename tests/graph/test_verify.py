@@ -40,7 +40,7 @@ def test_a_wrong_operation_is_refused_with_the_first_value_that_differs(
         )
         return rewrite.replace(name_masks(graph), nodes=nodes)
 
-    monkeypatch.setattr("pyggtrain.graph.model.name_masks", wrong)
+    monkeypatch.setattr(rewrite, "name_masks", wrong)
     with pytest.raises(
         ParityError, match=r"logits that are 0\.\d+ of their size .* first value that differs is 'ffn_swiglu-1'"
     ):
