@@ -1,5 +1,6 @@
 """Everything that can go wrong before the first step, and the plan of the run that a person sees."""
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -46,6 +47,8 @@ from pyggtrain.training.rehearse import Rehearsal
 from pyggtrain.training.schedule import num_warmup_steps
 from pyggtrain.training.trackers import Together, check_trackers, make_trackers
 from pyggtrain.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +186,7 @@ def prepare(config: TrainConfig) -> Preparation:
         checkpoint.started if checkpoint is not None else datetime.now().astimezone().isoformat(timespec="seconds")
     )
     base = GGUFFile.open(config.model)
-    device = processes.device(choose_device(config.device))
+    device = processes.device(_device_for(config, base))
     check_readable(base.path)
     check_finite(base, num_threads=torch.get_num_threads())
     tokenizer = Tokenizer.from_gguf(config.model)
@@ -252,6 +255,21 @@ def lora_config(config: TrainConfig) -> LoraConfig:
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of activations: float32 on a CPU and with "exact", else bfloat16."""
     return torch.float32 if config.compute == "exact" else activation_dtype(device)
+
+
+def _device_for(config: TrainConfig, base: GGUFFile) -> torch.device:
+    """The device of a run. "auto" takes a GPU only for what has been tried there: hand-written models."""
+    device = choose_device(config.device)
+    is_native = base.architecture in models.ARCHITECTURES and config.model_impl != "graph"
+    if config.device == "auto" and device.type == "cuda" and not is_native:
+        logger.warning(
+            "%s comes from llama.cpp's graph, which has not been tried on a GPU yet: training runs on the CPU. "
+            "Set device to %s to try it.",
+            base.architecture,
+            device,
+        )
+        return torch.device("cpu")
+    return device
 
 
 def choose_device(name: str) -> torch.device:
