@@ -1,14 +1,26 @@
 """The predicted peak of a fused step against what was measured on a GPU, and the choice of what to keep."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from pyggtrain import models
+from pyggtrain.adapters import LoraConfig, attach
+from pyggtrain.errors import UnsupportedError
+from pyggtrain.gguf import GGUFFile
+from pyggtrain.nn import Model, kept_by
 from pyggtrain.ops import workspace
 from pyggtrain.ops.fused import Kept
-from pyggtrain.training.gpu_memory import FusedSizes, StepSizes, fitting, fused_peak
+from pyggtrain.training import gpu_memory
+from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.gpu_memory import FusedSizes, StepSizes, fitting, fused_peak, plan_fused
+from pyggtrain.training.memory import MemoryPlan
+from pyggtrain.training.rehearse import ADAPTER, BASE
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 LLAMA_8B = FusedSizes(4096, 14336, 6144, 4096, 32, (64, 64, 64, 64), 128256, 32)
 WEIGHTS, PARAMETERS = int(4.58 * GIB), 41_943_040
 
@@ -79,3 +91,40 @@ def test_choice_by_size() -> None:
     assert all(one == Kept(gate_up=True, weights=True) for one in large)
     without_host = choose(12, has_host=False)
     assert without_host is not None and not any(one.on_host for one in without_host)
+
+
+@pytest.fixture
+def loaded(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """A model as it lies on a card; what the card has is set by hand, since there may be none."""
+    model = models.load(GGUFFile.open(tiny_llama_path))
+    attach(model, LoraConfig(r=4), seed=0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 * MIB)
+    monkeypatch.setattr(gpu_memory, "free_memory_bytes", lambda device: 40 * GIB)
+    return model
+
+
+def planned(model: Model, **settings: Any) -> tuple[MemoryPlan, list[Kept]]:
+    config = TrainConfig(model="m.gguf", data=("d.jsonl",), output="a.gguf", **settings)
+    tokens = list(range(96))
+    return plan_fused(model, config, torch.device("cuda", 0), 96, lambda size: [(tokens, tokens)] * size)
+
+
+def test_with_room_everything_is_kept(loaded: Model) -> None:
+    plan, kept = planned(loaded)
+    assert kept == [Kept(gate_up=True, weights=True)] * len(loaded.layers)
+    assert plan.fits and plan.num_tokens == 2 * 96 and plan.device_type == "cuda"
+    assert plan.parts[BASE] + plan.parts[ADAPTER] == 100 * MIB
+    assert "MiB" in plan.need()
+
+
+@pytest.mark.parametrize("policy", ["none", "matmuls", "layers", "offload"])
+def test_a_named_policy_is_taken(loaded: Model, policy: str) -> None:
+    plan, kept = planned(loaded, gradient_checkpointing=policy, optim="adamw_8bit")
+    assert kept == kept_by(policy, len(loaded.layers)) and plan.policy == policy
+
+
+def test_a_limit_chooses_what_is_kept_and_how_a_step_is_cut(loaded: Model) -> None:
+    free, _ = planned(loaded, max_memory="1GiB")
+    assert free.micro_batch_size > 2 and free.limit_bytes == GIB
+    with pytest.raises(UnsupportedError, match=r"max_memory is 200 MiB.* Lower"):
+        planned(loaded, max_memory="200MiB")
