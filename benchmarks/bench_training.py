@@ -26,6 +26,7 @@ from pyggtrain.nn import Batch
 from pyggtrain.ops import workspace
 from pyggtrain.ops.fused import Kept
 from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.memory import join_free_device_memory
 from pyggtrain.training.objectives import Supervised
 from pyggtrain.training.optim import Optimizer
 from pyggtrain.training.step_graph import MAX_TOKENS, StepGraphs
@@ -122,7 +123,7 @@ def measure(name: str, *, layers: int | None, repeats: int, profile: Path | None
     setting, device = SETTINGS[name], torch.device("cuda", 0)
     shape = setting.shape if layers is None else replace(setting.shape, block_count=layers)
     torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    join_free_device_memory()
     rows = -(-shape.vocabulary // setting.head_parts)
     workspace.set_limit_bytes(2 * shape.embedding_length * rows, "cuda")
     total = torch.cuda.get_device_properties(device).total_memory

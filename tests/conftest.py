@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pyggtrain.cache_folder import cache_folder
 from pyggtrain.gguf import DeferredTensor, GGUFFile, QuantTensor, quantize_tensor, typed_metadata, write_gguf, writer
 
 if not torch.cuda.is_available():
@@ -37,7 +38,7 @@ def _outside_the_source(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Encoded rows of the tests stay out of the cache of the person who runs them."""
     # What is compiled (tests/tiny_models) stays in that person's: it takes minutes and depends on no test.
-    os.environ["PYGGTRAIN_BUILD_CACHE_DIR"] = os.environ.get("PYGGTRAIN_CACHE_DIR", "")
+    os.environ["PYGGTRAIN_BUILD_CACHE_DIR"] = str(cache_folder())
     os.environ["PYGGTRAIN_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
 
 

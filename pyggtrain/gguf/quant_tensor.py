@@ -1,6 +1,6 @@
 """A weight as the file holds it: blocks of bytes, their ggml type, and the shape they decode to."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,7 +41,3 @@ class QuantTensor:
     @property
     def device(self) -> "torch.device":
         return self.blocks.device
-
-    def to(self, device: "torch.device | str") -> "QuantTensor":
-        """The same tensor with its blocks on `device`; one copy of the blocks, none if they are there already."""
-        return replace(self, blocks=self.blocks.to(device))

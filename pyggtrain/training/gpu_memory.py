@@ -23,12 +23,16 @@ from pyggtrain.training.rehearse import ACTIVATIONS, ADAPTER, BASE, GRADIENTS, O
 
 _HALF = 2
 # torch's allocator rounds sizes up and cannot join all that is free; the libraries' own workspaces lie there too.
-# Measured on an H200 with expandable segments: 0.03 to 0.3 GiB between allocated and reserved (docs/performance.md).
+# Measured on an H200 with expandable segments: 0.05 to 0.3 GiB between allocated and reserved, 1.3 with decoded weights
+# of 31 layers kept (docs/performance.md).
 _SLACK = 1.01
 # What optimisers keep for each trained number.
 _OPTIMISER_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 4, "schedule_free_adamw": 8}
-# Time that is saved by keeping gate and up, decoded weights, and what attention keeps, of a step that keeps nothing.
+# Time that not keeping gate and up, decoded weights, and what attention keeps costs, of a step that keeps all. The
+# first two estimated from the settings of docs/performance.md, the last from its share of the products; only the order
+# counts.
 _GATE_UP_TIME, _WEIGHTS_TIME, _ATTENTION_TIME = 0.13, 0.02, 0.06
+# The libraries' workspaces, and tensors that are not named here; fitted to the same eight settings.
 _FIXED = 160 << 20
 
 
@@ -152,7 +156,7 @@ def fused_peak(sizes: FusedSizes, kept: Sequence[Kept], step: StepSizes) -> int:
     return int(peak * _SLACK) + _FIXED
 
 
-def fitting(sizes: FusedSizes, limit: int, step: StepSizes, *, has_host: bool = True) -> list[Kept] | None:
+def fitting(sizes: FusedSizes, limit: int, step: StepSizes) -> list[Kept] | None:
     """The fastest choice whose peak stays below a limit, None if even the leanest does not.
 
     Computing gate and up again costs the most time for its memory, decoding weights again the least; so memory goes to
@@ -163,7 +167,6 @@ def fitting(sizes: FusedSizes, limit: int, step: StepSizes, *, has_host: bool = 
         sizes: of the model.
         limit: bytes.
         step: the micro-batch, and what is there beside it.
-        has_host: activations may go to the host's memory.
     """
     count = sizes.num_layers
 
@@ -176,21 +179,12 @@ def fitting(sizes: FusedSizes, limit: int, step: StepSizes, *, has_host: bool = 
     def fits(base: Kept, gate_up: int, weights: int) -> bool:
         return fused_peak(sizes, choice(base, gate_up, weights), step) <= limit
 
-    def most(base: Kept, weights_after: int | None) -> int:
-        """Largest number of layers that fit, by halving."""
-        low, high = 0, count
-        while low < high:
-            middle = (low + high + 1) // 2
-            does_fit = fits(base, middle, 0) if weights_after is None else fits(base, weights_after, middle)
-            low, high = (middle, high) if does_fit else (low, middle - 1)
-        return low
-
-    bases = [Kept(), Kept(on_host=True), Kept(attention=False, on_host=True)] if has_host else [Kept(), Kept(False)]
-    for base in bases:
-        if not fits(base, count if base == Kept() and has_host else 0, 0):
-            continue
-        gate_up = most(base, None)
-        return choice(base, gate_up, most(base, gate_up) if gate_up == count else 0)
+    # On the card only with gate and up of every layer: else that memory does more for gate and up.
+    for base, least in ((Kept(), count), (Kept(on_host=True), 0), (Kept(attention=False, on_host=True), 0)):
+        if fits(base, least, 0):
+            gate_up = max(number for number in range(least, count + 1) if fits(base, number, 0))
+            weights = range(count + 1) if gate_up == count else range(1)
+            return choice(base, gate_up, max(number for number in weights if fits(base, gate_up, number)))
     return None
 
 

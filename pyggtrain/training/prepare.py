@@ -34,6 +34,7 @@ from pyggtrain.training.memory import (
     MemoryPlan,
     Planner,
     RehearsedNeed,
+    join_free_device_memory,
     limit_device_memory,
     mib,
     tune_allocator,
@@ -198,6 +199,8 @@ def prepare(config: TrainConfig) -> Preparation:
         started=datetime.fromisoformat(started),
         as_pairs=config.method != "sft",
     )
+    if device.type == "cuda":
+        join_free_device_memory()
     limit_device_memory(config.max_memory, device)
     # An adapter to start from brings its own ranks, which are known when it is read.
     planned = None if config.init_adapter else _planned(config, base, device, data)

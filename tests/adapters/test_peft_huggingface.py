@@ -18,6 +18,7 @@ from pyggtrain import _bridge
 from pyggtrain.adapters import gguf_adapter
 from pyggtrain.adapters.gguf_adapter import AdapterFile
 from pyggtrain.adapters.peft import CONFIG, from_peft, to_peft
+from pyggtrain.cache_folder import cache_folder
 from pyggtrain.gguf import GGUFFile, quantize_tensor, write_gguf
 
 transformers = pytest.importorskip("transformers", reason="pip install 'pyggtrain[peft]'")
@@ -273,12 +274,15 @@ CONFIGS = {
 }
 
 
+# Before the tests' own cache folder takes its place.
+BUILD_CACHE = cache_folder()
+
+
 @pytest.fixture(scope="session")
 def converter():
     """llama.cpp's own convert_lora_to_gguf.py, in the source that the bridge was built from."""
-    cache = Path(os.environ.get("PYGGTRAIN_CACHE_DIR", Path.home() / ".cache" / "pyggtrain"))
     own = os.environ.get("PYGGTRAIN_LLAMA_CPP_DIR")
-    found = [Path(own)] if own else sorted(cache.glob("llama.cpp-*/source/vendor/llama.cpp"))
+    found = [Path(own)] if own else sorted(BUILD_CACHE.glob("llama.cpp-*/source/vendor/llama.cpp"))
     scripts = [folder / "convert_lora_to_gguf.py" for folder in found]
     if not scripts or not scripts[-1].exists():
         pytest.skip("no llama.cpp source: build pyggtrain here, or set PYGGTRAIN_LLAMA_CPP_DIR")

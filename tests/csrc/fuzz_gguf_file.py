@@ -10,7 +10,6 @@ keeping, made small, into corpus.zip.
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from pyggtrain.cache_folder import cache_folder
 from pyggtrain.gguf import TypedValue, quantize_tensor, write_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ RSS_LIMIT_MIB = 512
 
 def llama_cpp() -> tuple[Path, Path]:
     """(source folder, build folder) of llama.cpp in the cache."""
-    cache = Path(os.environ.get("PYGGTRAIN_CACHE_DIR", Path.home() / ".cache" / "pyggtrain"))
+    cache = cache_folder()
     builds = sorted(cache.glob("llama.cpp-*/build-*/built"))
     if not builds:
         sys.exit(f"No build of llama.cpp in {cache}; install the project first.")

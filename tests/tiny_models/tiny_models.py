@@ -10,6 +10,8 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
+from pyggtrain.cache_folder import cache_folder
+
 HERE = Path(__file__).parent
 
 
@@ -35,10 +37,8 @@ def generator() -> Path:
 
 
 def _cache_folder() -> Path:
-    """vendor/llama_cpp.cmake's; under pytest, which has a cache of its own for all else, that of who started it."""
-    if own := os.environ.get("PYGGTRAIN_BUILD_CACHE_DIR", os.environ.get("PYGGTRAIN_CACHE_DIR")):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyggtrain"
+    """Where llama.cpp was built; under pytest, which has a cache of its own for all else, that of who started it."""
+    return Path(os.environ.get("PYGGTRAIN_BUILD_CACHE_DIR") or cache_folder())
 
 
 def table() -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from pyggtrain.ops.fused import Kept
 from pyggtrain.training import gpu_memory
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.gpu_memory import FusedSizes, StepSizes, fitting, fused_peak, plan_fused
-from pyggtrain.training.memory import MemoryPlan
+from pyggtrain.training.memory import MemoryPlan, join_free_device_memory
 from pyggtrain.training.rehearse import ADAPTER, BASE
 
 GIB, MIB = 2**30, 2**20
@@ -80,8 +80,8 @@ def test_choice_fits_and_more_memory_keeps_more(limit_gib: float) -> None:
 def test_choice_by_size() -> None:
     step = step_of(8192)
 
-    def choose(limit_gib: float, **options: bool) -> list[Kept] | None:
-        return fitting(LLAMA_8B, int(limit_gib * GIB), step, **options)
+    def choose(limit_gib: float) -> list[Kept] | None:
+        return fitting(LLAMA_8B, int(limit_gib * GIB), step)
 
     assert choose(5) is None
     leanest, small, large = choose(6.9), choose(24), choose(80)
@@ -89,8 +89,6 @@ def test_choice_by_size() -> None:
     assert leanest[0] == Kept(attention=False, on_host=True)
     assert all(one.on_host and one.gate_up for one in small)
     assert all(one == Kept(gate_up=True, weights=True) for one in large)
-    without_host = choose(12, has_host=False)
-    assert without_host is not None and not any(one.on_host for one in without_host)
 
 
 @pytest.fixture
@@ -128,3 +126,15 @@ def test_a_limit_chooses_what_is_kept_and_how_a_step_is_cut(loaded: Model) -> No
     assert free.micro_batch_size > 2 and free.limit_bytes == GIB
     with pytest.raises(UnsupportedError, match=r"max_memory is 200 MiB.* Lower"):
         planned(loaded, max_memory="200MiB")
+
+
+def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    join_free_device_memory()
+    assert settings == []
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    join_free_device_memory()
+    assert settings == ["expandable_segments:True"]

@@ -68,14 +68,6 @@ class _Run:
             setattr(self, name, made)
         return made
 
-    def normed(self, x: torch.Tensor, weight: ExtendedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-        """norm(x) in a buffer for `weight`, and 1 / rms of each token."""
-        from pyggtrain.kernels.rms_norm import rms_norm_forward
-
-        buffer = weight.input_buffer(x.shape[0])
-        _, _, inverse_rms = rms_norm_forward(x, self.block.norm_weight, eps=self.block.eps, out=buffer[:, : x.shape[1]])
-        return buffer, inverse_rms
-
     def rotated(self, buffer: torch.Tensor, weight: ExtendedWeight) -> torch.Tensor:
         """q, k, v [T, (H + 2 N) K] after rotation."""
         from pyggtrain.kernels.rope import rope_forward
@@ -96,9 +88,9 @@ class _Run:
 class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: _Run, *lora: torch.Tensor | None) -> torch.Tensor:
-        pairs = pairs_of(lora)
+        block, pairs = run.block, pairs_of(lora)
         weight = run.weight("qkv", pairs[:-1], x.dtype)
-        buffer, _ = run.normed(x, weight)
+        buffer, _ = weight.normed(x, block.norm_weight, eps=block.eps)
         low_rank_qkv = weight.fill_low_rank(buffer)
         qkv = run.rotated(buffer, weight)
         del buffer, weight
@@ -137,7 +129,7 @@ class _AttentionFunction(torch.autograd.Function):
             kept = tuple(item if other is None else other[0] for item, other in zip(tensors, ctx.others, strict=True))
         else:
             weight = run.weight("qkv", pairs[:-1], x.dtype)
-            buffer, _ = run.normed(x, weight)
+            buffer, _ = weight.normed(x, block.norm_weight, eps=block.eps)
             copy_columns_(buffer[:, d_model:], low_rank_qkv)
             qkv = run.rotated(buffer, weight)
             del buffer, weight
@@ -172,7 +164,7 @@ class _AttentionFunction(torch.autograd.Function):
             rope_backward(gradient, run.tables.cos_TP, run.tables.sin_TP, is_neox=is_neox, out=place)
         copy_columns_(places[2].flatten(1), d_v.flatten(1))
         del d_q, d_k, d_v
-        buffer, inverse_rms = run.normed(x, weight)
+        buffer, inverse_rms = weight.normed(x, block.norm_weight, eps=block.eps)
         d_normed = weight.backward(d_qkv)
         qkv_gradients = weight.pair_gradients(d_qkv, buffer[:, :d_model], low_rank_qkv)
         run.qkv = run.output = None

@@ -53,14 +53,6 @@ class _Run:
     weights: tuple[ExtendedWeight, ExtendedWeight] | None = None
     gate_up: list[torch.Tensor] | None = None
 
-    def normed(self, x: torch.Tensor, weight: ExtendedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-        """norm(x) in a buffer for `weight`, and 1 / rms of each token."""
-        from pyggtrain.kernels.rms_norm import rms_norm_forward
-
-        buffer = weight.input_buffer(x.shape[0])
-        _, _, inverse_rms = rms_norm_forward(x, self.block.norm_weight, eps=self.block.eps, out=buffer[:, : x.shape[1]])
-        return buffer, inverse_rms
-
     def gate_and_up(self, buffer: torch.Tensor, weight: ExtendedWeight) -> torch.Tensor:
         """A buffer [t, 2 F + P] whose first 2 F columns are gate and up."""
         gate_up = weight.output_buffer(buffer.shape[0])
@@ -96,7 +88,7 @@ class _FeedForwardFunction(torch.autograd.Function):
         kept_gate_up: list[torch.Tensor] = []
         parts = list(_parts(x.shape[0]))
         for part in parts:
-            buffer, _ = run.normed(x[part], gate_up_weight)
+            buffer, _ = gate_up_weight.normed(x[part], block.norm_weight, eps=block.eps)
             low_rank_in.append(gate_up_weight.fill_low_rank(buffer))
             gate_up = run.gate_and_up(buffer, gate_up_weight)
             del buffer
@@ -144,7 +136,7 @@ class _FeedForwardFunction(torch.autograd.Function):
         in_gradients: list[torch.Tensor | None] | None = None
         down_gradients: list[torch.Tensor | None] | None = None
         for index, part in enumerate(_parts(x.shape[0])):
-            buffer, inverse_rms = run.normed(x[part], gate_up_weight)
+            buffer, inverse_rms = gate_up_weight.normed(x[part], block.norm_weight, eps=block.eps)
             if kept_gate_up is None:
                 copy_columns_(buffer[:, d_model:], low_rank_in[part])
                 gate_up = run.gate_and_up(buffer, gate_up_weight)

@@ -76,6 +76,14 @@ class ExtendedWeight:
         """Uninitialised [T, K + P]: x goes into the first K columns, `fill_low_rank` does the rest."""
         return self.values.new_empty(num_tokens, self.group.num_columns + self.padding)
 
+    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, *, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """norm(x) in the first K columns of an input buffer, and 1 / rms of each token, float32 [T]."""
+        from pyggtrain.kernels.rms_norm import rms_norm_forward
+
+        buffer = self.input_buffer(x.shape[0])
+        _, _, inverse_rms = rms_norm_forward(x, norm_weight, eps=eps, out=buffer[:, : x.shape[1]])
+        return buffer, inverse_rms
+
     def output_buffer(self, num_tokens: int) -> torch.Tensor:
         """Uninitialised [T, N + P]: dy goes into the first N columns, `backward` does the rest."""
         return self.values.new_empty(num_tokens, self.group.num_rows + self.padding)
