@@ -9,6 +9,7 @@
 
 #include "bindings.h"
 #include "check.h"
+#include "decode.h"
 #include "ggml-cpu.h"
 #include "tensor_view.h"
 
@@ -74,7 +75,7 @@ static void dequantize(const std::string & type_name, const py::handle & blocks,
     check_num_threads(num_threads);
 
     py::gil_scoped_release release;
-    const auto             to_float = ggml_get_type_traits(type)->to_float;
+    const row_decoder      decode = decoder_of(type);
     const auto *           in       = static_cast<const char *>(source.data);
     auto *                 values   = static_cast<float *>(target.data);
     if (rows == 0 || columns == 0) {
@@ -86,7 +87,7 @@ static void dequantize(const std::string & type_name, const py::handle & blocks,
     }
 #pragma omp parallel for num_threads(num_threads) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        to_float(in + row * row_bytes, values + row * columns, columns);
+        decode(in + row * row_bytes, values + row * columns, columns);
     }
 }
 

@@ -208,7 +208,7 @@ class Block(nn.Module):
         self.ffn_down = linear("ffn_down", num_ff, width)
 
     def fused(self) -> FusedLayer:
-        """The same layer for a GPU."""
+        """The same layer as two coarse operations."""
         return FusedLayer(
             self.attn_norm,
             (self.attn_qkv,) if self.has_fused_qkv else (self.attn_q, self.attn_k, self.attn_v),
@@ -314,6 +314,10 @@ class Llama(Model):
 
     @property
     def is_fused(self) -> bool:
+        return self.token_embd.weight.is_cuda and self._can_fuse
+
+    @property
+    def _can_fuse(self) -> bool:
         return self._fused.can_fuse(self.token_embd.dtype, self.token_embd.weight.device)
 
     def hidden(self, batch: Batch) -> torch.Tensor:
@@ -321,7 +325,7 @@ class Llama(Model):
         x_TD = self.with_noise(self.token_embd(batch.tokens_T), batch)
         tables = self.rope.tables(batch)
         documents = batch.documents
-        if self.is_fused:
+        if self._can_fuse:
             x_TD = self._fused(x_TD, tables, documents, self.kept or kept_by(self.checkpoint_policy, len(self.blk)))
         else:
             for layer in self.blk:

@@ -1,6 +1,6 @@
-"""A transformer layer on a GPU through the two fused operations of `ops.fused`, from the modules that hold its weights.
+"""A transformer layer through the two fused operations of `ops.fused`, from the modules that hold its weights.
 
-What they cannot do (a bias where they have none, dropout in a pair, float32) runs through the same modules' own
+What they cannot do (a bias where they have none, dropout in a pair, other dtypes) runs through the same modules' own
 operations instead; `can_fuse` decides, and nothing else differs but speed, memory and rounding.
 """
 
@@ -15,7 +15,18 @@ from pyggtrain.nn.host_stash import HostStash
 from pyggtrain.nn.quant_linear import QuantLinear
 from pyggtrain.nn.rms_norm import RMSNorm
 from pyggtrain.ops.attention import Documents
-from pyggtrain.ops.fused import AttentionBlock, FeedForward, Kept, LinearGroup, Pair, attention_block, feed_forward
+from pyggtrain.ops.fused import (
+    AttentionBlock,
+    FeedForward,
+    Kept,
+    LinearGroup,
+    Pair,
+    attention_block,
+    can_fuse_on_cpu,
+    cpu_attention_block,
+    cpu_feed_forward,
+    feed_forward,
+)
 from pyggtrain.ops.quant_matmul import HALF_DTYPES
 from pyggtrain.ops.rope import RopeTables
 
@@ -49,11 +60,21 @@ class FusedLayer:
     def linears(self) -> tuple[QuantLinear, ...]:
         return (*self.qkv, self.output, self.gate, self.up, self.down)
 
-    @property
-    def can_fuse(self) -> bool:
-        """Whether the fused operations compute what the modules would, with the pairs as they are."""
+    def can_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the fused operations compute what the modules would, with the pairs as they are.
+
+        Args:
+            dtype: of the layer's input.
+            device: where it lies; "meta" stands for a CPU's (`ops.rehearsal`).
+        """
+        if device.type == "cuda":
+            is_supported = dtype in HALF_DTYPES and self.output.compute == "auto"
+        else:
+            heads = self.num_heads, self.num_kv_heads, self.head_width
+            is_supported = dtype == torch.float32 and can_fuse_on_cpu(*heads)
         return (
-            all(linear.compute == "auto" for linear in self.linears)
+            is_supported
+            and all(linear.compute == self.output.compute for linear in self.linears)
             and all(linear.bias is None for linear in (self.output, self.gate, self.up, self.down))
             and not any(linear.lora is not None and linear.lora.has_dropout for linear in self.linears)
         )
@@ -84,9 +105,13 @@ class FusedLayer:
             self.head_width,
             self.softmax_scale,
         )
+        feed = FeedForward(self.ffn_norm.weight, self.ffn_norm.eps, _group((self.gate, self.up)), _group((self.down,)))
+        if _runs_on_cpu(x_TD):
+            compute, pairs = self.output.compute, _pairs((*self.qkv, self.output))
+            h_TD = cpu_attention_block(x_TD, attention, tables, documents, pairs, kept=kept, compute=compute)
+            return cpu_feed_forward(h_TD, feed, _pairs((self.gate, self.up, self.down)), kept=kept, compute=compute)
         with stash.part() if stash is not None else nullcontext():
             h_TD = attention_block(x_TD, attention, tables, documents, _pairs((*self.qkv, self.output)), kept=kept)
-        feed = FeedForward(self.ffn_norm.weight, self.ffn_norm.eps, _group((self.gate, self.up)), _group((self.down,)))
         with stash.part() if stash is not None else nullcontext():
             return feed_forward(h_TD, feed, _pairs((self.gate, self.up, self.down)), kept=kept)
 
@@ -118,7 +143,7 @@ class FusedLayers:
 
     def can_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether every layer can, for inputs of a dtype on a device."""
-        return device.type == "cuda" and dtype in HALF_DTYPES and all(layer.fused().can_fuse for layer in self.layers)
+        return all(layer.fused().can_fuse(dtype, device) for layer in self.layers)
 
     def __call__(
         self, x_TD: torch.Tensor, tables: RopeTables, documents: Documents, kept: Sequence[Kept]
@@ -137,6 +162,11 @@ class FusedLayers:
         for layer, one in zip(self.layers, kept, strict=True):
             x_TD = layer(x_TD, tables, documents, one, self._stash if uses_host and one.on_host else None)
         return x_TD
+
+
+def _runs_on_cpu(x: torch.Tensor) -> bool:
+    """Whether the CPU's halves compute it. A test lets the GPU's do so, in Triton's interpreter."""
+    return not x.is_cuda
 
 
 def _group(linears: Sequence[QuantLinear]) -> LinearGroup:

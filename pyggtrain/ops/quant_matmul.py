@@ -116,7 +116,7 @@ def forward(
         x: [T, K] float32 or float64.
         blocks: uint8 [N, row_bytes] of `type`.
         compute: "exact", "ggml" or "auto".
-        out: [T, N] contiguous, to write or add to; None allocates.
+        out: [T, N], rows any distance apart, to write or add to; None allocates.
         accumulate: add to what `out` holds.
 
     Returns:
@@ -124,10 +124,15 @@ def forward(
     """
     y = x.new_empty(x.shape[0], blocks.shape[0]) if out is None else out
     if not x.is_cuda and chosen_compute(compute, type, x.shape[0], x.dtype) == "ggml":
-        product = torch.empty_like(y) if accumulate else y
+        is_direct = not accumulate and y.is_contiguous()
+        product = y if is_direct else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         # An operation sees its inputs as they are, and a tensor that wants a gradient cannot be lent to the bridge.
         _bridge.mul_mat(type, blocks, x.detach().contiguous(), product, torch.get_num_threads())
-        return y.add_(product) if accumulate else y
+        if accumulate:
+            y.add_(product)
+        elif not is_direct:
+            y.copy_(product)
+        return y
     x = x.to(product_dtype(x, compute))
     for first, end, w in _chunks(blocks, type, x.shape[1], x.dtype):
         _multiply(x, w.t(), y[:, first:end], accumulate=accumulate)

@@ -17,6 +17,20 @@ from typing import Any
 import torch
 
 
+def cpu_rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """y, and r with one column, without autograd."""
+    mean_square = torch.linalg.vecdot(x, x).unsqueeze(-1).div_(x.shape[-1])
+    r = mean_square.add_(eps).rsqrt_()
+    return (x * r).mul_(weight_D), r
+
+
+def cpu_rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, r: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    """dx, without autograd; `r` as `cpu_rms_norm` returned it."""
+    g = dy * weight_D
+    gx = torch.linalg.vecdot(g, x).unsqueeze(-1)
+    return g.mul_(r).addcmul_(x, gx.mul_(r**3).div_(-x.shape[-1]))
+
+
 @torch.library.custom_op("pyggtrain::rms_norm", mutates_args=(), device_types=("cpu", "cuda"))
 def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     if x.is_cuda:
@@ -24,9 +38,7 @@ def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torc
 
         y, _, r = rms_norm_forward(x.reshape(-1, x.shape[-1]), weight_D, eps=eps)
         return y.view(x.shape), r.view(*x.shape[:-1], 1)
-    mean_square = torch.linalg.vecdot(x, x).unsqueeze(-1).div_(x.shape[-1])
-    r = mean_square.add_(eps).rsqrt_()
-    return (x * r).mul_(weight_D), r
+    return cpu_rms_norm(x, weight_D, eps)
 
 
 @_rms_norm.register_fake
@@ -41,9 +53,7 @@ def _rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, r: torch.Tensor, weigh
 
         width = x.shape[-1]
         return rms_norm_backward(dy.reshape(-1, width), x.reshape(-1, width), weight_D, r.reshape(-1)).view(x.shape)
-    g = dy * weight_D
-    gx = torch.linalg.vecdot(g, x).unsqueeze(-1)
-    return g.mul_(r).addcmul_(x, gx.mul_(r**3).div_(-x.shape[-1]))
+    return cpu_rms_norm_backward(dy, x, r, weight_D)
 
 
 @_rms_norm_backward.register_fake

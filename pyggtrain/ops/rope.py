@@ -35,6 +35,41 @@ def _pairwise(x: torch.Tensor) -> torch.Tensor:
     return x if is_aligned else x.contiguous()
 
 
+def cpu_rope(
+    x_THK: torch.Tensor, tables: RopeTables, *, is_inverse: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Every head rotated, without autograd.
+
+    Args:
+        x_THK: any strides with the last one 1.
+        tables: for these T tokens.
+        is_inverse: turn back: the map's transpose.
+        out: [T, H, K] to write to, may be x itself; None allocates.
+
+    Returns:
+        `out`.
+    """
+    num_pairs = tables.cos_TP.shape[1]
+    y_THK = torch.empty_like(x_THK, memory_format=torch.contiguous_format) if out is None else out
+    x, y = x_THK[..., : 2 * num_pairs], y_THK[..., : 2 * num_pairs]
+    if tables.pairing == "NEOX":
+        cos, sin = tables.cos_TP.unsqueeze(1), tables.sin_TP.unsqueeze(1)
+        sign = -1 if is_inverse else 1
+        a, b = x.chunk(2, dim=-1)
+        y_a, y_b = y.chunk(2, dim=-1)
+        turned_a = (a * cos).addcmul_(b, sin, value=-sign)
+        torch.mul(b, cos, out=y_b).addcmul_(a, sin, value=sign)
+        y_a.copy_(turned_a)
+    else:
+        # a + ib times cos + i sin: one pass instead of four.
+        rotation = torch.complex(tables.cos_TP, -tables.sin_TP if is_inverse else tables.sin_TP).unsqueeze(1)
+        pairs = torch.view_as_complex(_pairwise(x).view(*x.shape[:-1], num_pairs, 2))
+        torch.mul(pairs, rotation, out=torch.view_as_complex(y.view(*y.shape[:-1], num_pairs, 2)))
+    if y_THK is not x_THK:
+        y_THK[..., 2 * num_pairs :] = x_THK[..., 2 * num_pairs :]
+    return y_THK
+
+
 @torch.library.custom_op("pyggtrain::rope", mutates_args=(), device_types=("cpu", "cuda"))
 def _rope(
     x_THK: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, is_neox: bool, is_inverse: bool
@@ -45,23 +80,8 @@ def _rope(
         turn = rope_backward if is_inverse else rope_forward
         x_THK = x_THK if x_THK.stride(-1) == 1 else x_THK.contiguous()
         return turn(x_THK, cos_TP, sin_TP, is_neox=is_neox)
-    num_pairs = cos_TP.shape[1]
-    y_THK = torch.empty_like(x_THK, memory_format=torch.contiguous_format)
-    x, y = x_THK[..., : 2 * num_pairs], y_THK[..., : 2 * num_pairs]
-    if is_neox:
-        cos, sin = cos_TP.unsqueeze(1), sin_TP.unsqueeze(1)
-        sign = -1 if is_inverse else 1
-        a, b = x.chunk(2, dim=-1)
-        y_a, y_b = y.chunk(2, dim=-1)
-        torch.mul(a, cos, out=y_a).addcmul_(b, sin, value=-sign)
-        torch.mul(b, cos, out=y_b).addcmul_(a, sin, value=sign)
-    else:
-        # a + ib times cos + i sin: one pass instead of four.
-        rotation = torch.complex(cos_TP, -sin_TP if is_inverse else sin_TP).unsqueeze(1)
-        pairs = torch.view_as_complex(_pairwise(x).view(*x.shape[:-1], num_pairs, 2))
-        torch.mul(pairs, rotation, out=torch.view_as_complex(y.view(*y.shape[:-1], num_pairs, 2)))
-    y_THK[..., 2 * num_pairs :] = x_THK[..., 2 * num_pairs :]
-    return y_THK
+    tables = RopeTables(cos_TP, sin_TP, "NEOX" if is_neox else "NORM")
+    return cpu_rope(x_THK, tables, is_inverse=is_inverse)
 
 
 @_rope.register_fake

@@ -17,13 +17,26 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def cpu_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) ∘ up, without autograd."""
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def cpu_swiglu_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, d_gate: torch.Tensor, d_up: torch.Tensor
+) -> None:
+    """Write d_gate and d_up; `dy` is overwritten."""
+    torch.mul(torch.nn.functional.silu(gate), dy, out=d_up)
+    torch.ops.aten.silu_backward.grad_input(dy.mul_(up), gate, grad_input=d_gate)
+
+
 @torch.library.custom_op("pyggtrain::swiglu", mutates_args=(), device_types=("cpu", "cuda"))
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if gate.is_cuda:
         from pyggtrain.kernels.swiglu import swiglu_forward
 
         return swiglu_forward(*(_rows(part) for part in (gate, up))).view(gate.shape)
-    return torch.nn.functional.silu(gate).mul_(up)
+    return cpu_swiglu(gate, up)
 
 
 @_swiglu.register_fake

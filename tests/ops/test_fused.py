@@ -1,5 +1,5 @@
-"""The fused halves of a layer against the same layer made of single operations: float32, in Triton's interpreter or on
-a GPU.
+"""The fused halves of a layer against the same layer made of single operations: float32; those of a GPU (there or in
+Triton's interpreter) and those of a CPU.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from pyggtrain.models.llama import Block, Config
 from pyggtrain.nn import FusedLayer, QuantLinear
 from pyggtrain.nn.quant_linear import LoraPair
 from pyggtrain.ops.fused import Kept
-from pyggtrain.ops.rope import RopeTables
+from pyggtrain.ops.rope import RopeTables, cpu_rope
 
 WIDTH, HEADS, KV_HEADS, HEAD, FF = 64, 4, 2, 16, 96
 TYPES = {"attn_q": "Q8_0", "attn_k": "Q4_0", "attn_v": "F16", "ffn_gate": "Q5_1", "ffn_down": "Q8_0"}
@@ -78,8 +78,17 @@ def run(
     return [y.detach(), *gradients]
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def halves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose halves run."""
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("here those of the GPU run")
+    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda x: request.param == "cpu")
+    return str(request.param)
+
+
 @pytest.fixture
-def compare(device: torch.device) -> Callable[..., None]:
+def compare(device: torch.device, halves: str) -> Callable[..., None]:
     def compare(bounds: list[int], kept: Kept, **options: Any) -> None:
         block = make_block(device, **options)
         x = torch.randn(bounds[-1], WIDTH, generator=torch.Generator().manual_seed(6)).to(device)
@@ -115,7 +124,8 @@ def test_without_pairs_there_is_still_a_gradient_of_the_input(compare: Callable[
     compare([0, 9], Kept(), pairs="none")
 
 
-def test_kept_gate_and_up_serve_once(device: torch.device) -> None:
+def test_kept_gate_and_up_serve_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda x: False)
     block = make_block(device)
     x = torch.randn(4, WIDTH, device=device, requires_grad=True)
     tables = RopeTables(torch.ones(4, HEAD // 2, device=device), torch.zeros(4, HEAD // 2, device=device), "NORM")
@@ -123,3 +133,30 @@ def test_kept_gate_and_up_serve_once(device: torch.device) -> None:
     y.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward runs once"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("pairing", ["NORM", "NEOX"])
+@pytest.mark.parametrize("is_inverse", [False, True])
+def test_rotation_in_place_is_the_rotation(pairing: str, is_inverse: bool) -> None:
+    x = torch.randn(6, 3, HEAD, generator=torch.Generator().manual_seed(7))
+    angles = torch.arange(6)[:, None] * 0.3 ** torch.arange(HEAD // 2 - 2)
+    tables = RopeTables(angles.cos(), angles.sin(), pairing)  # type: ignore[arg-type]
+    expected = cpu_rope(x, tables, is_inverse=is_inverse)
+    wide = torch.cat([x.flatten(1), torch.ones(6, 2)], dim=1)
+    part = wide[:, : 3 * HEAD].view(6, 3, HEAD)
+    cpu_rope(part, tables, is_inverse=is_inverse, out=part)
+    assert torch.equal(part, expected)
+    assert torch.equal(wide[:, 3 * HEAD :], torch.ones(6, 2))
+
+
+def test_a_cpu_half_runs_backward_twice_and_skips_what_nobody_asks_for() -> None:
+    block = make_block(torch.device("cpu"))
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(8))
+    tables = RopeTables(torch.ones(5, HEAD // 2), torch.zeros(5, HEAD // 2), "NORM")
+    documents = ops.Documents(torch.tensor([0, 5], dtype=torch.int32))
+    y = block.fused()(x, tables, documents, Kept(gate_up=True))
+    parameters = list(block.parameters())
+    first = torch.autograd.grad(y.sum(), parameters, retain_graph=True)
+    second = torch.autograd.grad(y.sum(), parameters)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)

@@ -1,4 +1,4 @@
-"""The two halves of a transformer layer as one operation each, for GPUs: forward and backward written out.
+"""The two halves of a transformer layer as one operation each: forward and backward written out.
 
 A chain of small operations keeps every result for backward, and passes over memory once for each. Here forward keeps
 little (`Kept`), backward makes the rest again, and what can be done in one pass is: residual sums inside norms,
@@ -7,14 +7,27 @@ low-rank pairs inside the big products (`kernels/lora.py`).
     attention_block   x + output(attention(rope(qkv(norm(x)))))
     feed_forward      x + down(silu(gate(y)) ∘ up(y)),  y = norm(x)
 
-Everything runs in x's dtype (bfloat16 or float16) with sums in float32; gradients of pairs are float32, as their
-masters are. The operations are made of kernels and library products only, so in float32 they also run on a CPU under
-Triton's interpreter, which is how CI tests them.
+On a GPU everything runs in the dtype of x (bfloat16 or float16) with sums in float32; gradients of pairs are float32,
+as their masters are. The operations are made of kernels and library products only, so in float32 they also run on a CPU
+under Triton's interpreter, which is how CI tests them. `cpu.py` has the same halves for a CPU, made of the bridge's and
+torch's own products.
 """
 
 from pyggtrain.ops.fused.attention_block import AttentionBlock, attention_block
+from pyggtrain.ops.fused.cpu import can_fuse_on_cpu, cpu_attention_block, cpu_feed_forward
 from pyggtrain.ops.fused.feed_forward import FeedForward, feed_forward
 from pyggtrain.ops.fused.kept import Kept
 from pyggtrain.ops.fused.linear_group import LinearGroup, Pair
 
-__all__ = ["AttentionBlock", "FeedForward", "Kept", "LinearGroup", "Pair", "attention_block", "feed_forward"]
+__all__ = [
+    "AttentionBlock",
+    "FeedForward",
+    "Kept",
+    "LinearGroup",
+    "Pair",
+    "attention_block",
+    "can_fuse_on_cpu",
+    "cpu_attention_block",
+    "cpu_feed_forward",
+    "feed_forward",
+]
