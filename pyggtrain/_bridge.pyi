@@ -111,6 +111,7 @@ class Session:
         kv_type: Literal["F32", "F16"] = ...,
         flash_attention: bool = ...,
         use_mmap: bool = ...,
+        exact_products: bool = ...,
     ) -> None: ...
     @property
     def num_tokens(self) -> int: ...
