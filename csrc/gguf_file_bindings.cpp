@@ -93,6 +93,13 @@ static py::object read_value(const gguf_file & file, const std::string & key) {
     return list;
 }
 
+static py::bytes read_bytes(const gguf_file & file, uint64_t offset, uint64_t num_bytes) {
+    PYGGTRAIN_CHECK(offset <= file.mapping->size && num_bytes <= file.mapping->size - offset, "range", join(num_bytes, " bytes from ", offset),
+                    join("within the file's ", file.mapping->size, " bytes"));
+    file.mapping->load(offset + num_bytes);
+    return py::bytes(file.mapping->data + offset, num_bytes);
+}
+
 static tensor_view tensor_bytes(const gguf_file & file, size_t index) {
     if (index >= file.tensors.size()) {
         throw py::index_error();
@@ -132,6 +139,7 @@ void register_gguf_file(py::module_ & module) {
         .def("value", &read_value, py::arg("key"), "The value as a Python scalar or list; KeyError if absent.")
         .def("decoded_bytes", [](const gguf_file & self, const std::string & key) { return decoded_bytes(self, find_value(self, key)); }, py::arg("key"),
              "Bytes of memory that `value` takes at most; KeyError if absent.")
+        .def("read_bytes", &read_bytes, py::arg("offset"), py::arg("num_bytes"), "A copy of some of the bytes that were opened, whatever lies under the path now.")
         .def("tensor_bytes", &tensor_bytes, py::arg("index"), "uint8 view of a tensor's blocks, shape [..., rows, row_bytes], at its own address in the mapping.");
     module.def("num_live_mappings", [] { return num_live_mappings(); }, "Files still mapped by this process, for tests of lifetime.");
 }

@@ -208,7 +208,7 @@ class GGUFFile:
         """SHA-256 (hex) of every byte before the tensor data: metadata, tokenizer, template and tensor table (of each
         part in turn).
         """
-        return _sha256([(path, part.data_offset) for path, part in zip(self.paths, self._parts, strict=True)])
+        return _sha256([(part, min(part.data_offset, part.file_bytes)) for part in self._parts])
 
     @cached_property
     def tokenizer_sha256(self) -> str:
@@ -242,7 +242,7 @@ class GGUFFile:
 
     def sha256(self) -> str:
         """SHA-256 (hex) of the whole file, or of all parts in turn. Reads every byte: minutes for 100 GiB."""
-        return _sha256([(path, part.file_bytes) for path, part in zip(self.paths, self._parts, strict=True)])
+        return _sha256([(part, part.file_bytes) for part in self._parts])
 
 
 def _json_pieces(value: "MetadataValue") -> Iterator[str]:
@@ -258,12 +258,10 @@ def _json_pieces(value: "MetadataValue") -> Iterator[str]:
     yield closing
 
 
-def _sha256(starts: Sequence[tuple[Path, int]]) -> str:
-    """Digest of the first bytes of each file, one after another."""
+def _sha256(starts: "Sequence[tuple[MappedGGUF, int]]") -> str:
+    """Digest of the first bytes of each file, one after another: of what was opened, not of what its path names now."""
     digest = hashlib.sha256()
-    for path, num_bytes in starts:
-        with path.open("rb") as file:
-            while num_bytes > 0 and (chunk := file.read(min(num_bytes, 1 << 20))):
-                digest.update(chunk)
-                num_bytes -= len(chunk)
+    for mapped, num_bytes in starts:
+        for start in range(0, num_bytes, 1 << 20):
+            digest.update(mapped.read_bytes(start, min(1 << 20, num_bytes - start)))
     return digest.hexdigest()

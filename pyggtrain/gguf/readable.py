@@ -6,7 +6,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pyggtrain import _bridge
 from pyggtrain.errors import GGUFError
 
 # Metadata, vocabulary and the tensors' places, as for a whole model; no weight is read and no memory taken for one.
@@ -14,33 +13,14 @@ _READ = """
 import sys
 from pyggtrain import _bridge
 from pyggtrain.errors import PyggtrainError
-from pyggtrain.gguf.readable import limit_memory
+from pyggtrain.child_memory import limit_memory
 try:
-    limit_memory(sys.argv[1])
+    limit_memory(_bridge.MappedGGUF(sys.argv[1]).data_offset)
     _bridge.GraphSource(sys.argv[1], with_lora=False)
 except PyggtrainError as error:
     sys.exit(str(error))
 """
 _TIMEOUT_S = 600
-# What llama.cpp may take for a header: 0.2 GiB for a vocabulary of 262,144 tokens, which are 15 MiB of the file.
-_BASE_BYTES, _BYTES_PER_HEADER_BYTE = 4 << 30, 32
-
-
-def limit_memory(path: str | os.PathLike[str]) -> None:
-    """Let the process that calls this take no more memory than the header of a file can need, on Linux; for children
-    that only run llama.cpp on it.
-
-    A file of some bytes can ask for 4 billion empty tokens (``llama.vocab_size``), which llama.cpp would make.
-
-    Raises:
-        GGUFError: not a readable GGUF file.
-    """
-    if sys.platform == "linux":
-        import resource
-
-        limit = _BASE_BYTES + _BYTES_PER_HEADER_BYTE * _bridge.MappedGGUF(os.fspath(path)).data_offset
-        # Of what the process writes to: mapped files, which may be larger than memory, do not count.
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def check_readable(path: Path) -> None:

@@ -8,8 +8,8 @@ import json
 import sys
 
 from pyggtrain import _bridge
+from pyggtrain.child_memory import limit_memory
 from pyggtrain.errors import PyggtrainError
-from pyggtrain.gguf.readable import limit_memory
 
 
 def _capture(path: str, num_ctx: int | None, lengths: list[tuple[int, int]], is_document: bool) -> dict[str, object]:
@@ -60,7 +60,7 @@ def main() -> int:
     """Arguments in argv[1] as JSON: [path, num_ctx or null, [[num_tokens, num_outputs], ...], one document each]."""
     path, num_ctx, lengths, is_document = json.loads(sys.argv[1])
     try:
-        limit_memory(path)
+        limit_memory(_bridge.MappedGGUF(path).data_offset)
         graphs = _capture(path, num_ctx, lengths, is_document)
     except PyggtrainError as error:
         sys.stderr.write(str(error))
