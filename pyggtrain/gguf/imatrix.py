@@ -11,8 +11,9 @@ import math
 import os
 import struct
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from pyggtrain import _bridge
 from pyggtrain.errors import GGUFError
@@ -100,7 +101,7 @@ def _read_gguf(path: Path) -> "dict[str, torch.Tensor]":
     return result
 
 
-def _read_dat(path: Path, file: BinaryIO) -> "dict[str, torch.Tensor]":
+def _read_dat(path: Path, file: BufferedReader) -> "dict[str, torch.Tensor]":
     import torch
 
     remaining = os.fstat(file.fileno()).st_size
