@@ -72,7 +72,7 @@ def test_training_moves_a_pair_on_every_type(path: Path, compute: str) -> None:
     losses = []
     for _ in range(8):
         loss, num_targets = model.loss(Batch.from_documents([(TOKENS, TOKENS)]))
-        losses.append(float(loss) / num_targets)
+        losses.append(loss.item() / num_targets)
         loss.div(num_targets).backward()
         optimizer.step()
         optimizer.zero_grad()
