@@ -27,13 +27,19 @@ static constexpr uint64_t HEADER_BYTES    = 24;
 // without a limit a file of nothing but keys would take many times its own size.
 static constexpr uint64_t MAX_KEYS    = 1 << 16;
 static constexpr uint64_t MAX_TENSORS = 1 << 16;
+// The specification's limit of a key, and all keys together: each is held several times. Real files have some thousand bytes of keys.
+static constexpr uint64_t MAX_KEY_BYTES     = (1 << 16) - 1;
+static constexpr uint64_t MAX_ALL_KEY_BYTES = 4 << 20;
+// Sizes and offsets beyond this are in no file; sums of a few of them stay far from the end of 64 bits.
+static constexpr uint64_t MAX_DATA_BYTES = (uint64_t) 1 << 60;
 // Bytes read at a time where a file cannot be mapped.
 static constexpr uint64_t READ_BYTES = 1 << 20;
 
 static std::atomic<int> live_mappings{ 0 };
 
 file_mapping::file_mapping(const std::string & path, bool use_mmap) : path(path) {
-    fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    // Nonblocking: opening a pipe would otherwise wait for somebody who writes to it.
+    fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) {
         throw gguf_error(join(path, ": cannot be opened: ", std::strerror(errno), "."));
     }
@@ -217,11 +223,16 @@ static void read_header(gguf_cursor & c, gguf_file & file, uint64_t & num_tensor
     }
 }
 
-static void read_key(gguf_cursor & c, gguf_file & file) {
-    const std::string key = c.string("a metadata key");
+// `room`: bytes that this key and those after it may take.
+static void read_key(gguf_cursor & c, gguf_file & file, uint64_t & room) {
+    const std::string key = c.string("a metadata key", MAX_KEY_BYTES);
     if (!is_identifier(key)) {
         c.fail("a metadata key is empty, holds a NUL byte, or is not UTF-8.");
     }
+    if (key.size() > room) {
+        c.fail(join("the metadata keys take more than ", MAX_ALL_KEY_BYTES, " bytes together."));
+    }
+    room -= key.size();
     gguf_value value{ c.number<uint32_t>("the type of a metadata value"), false, 1, 0, 0 };
     if (value.type == GGUF_TYPE_ARRAY) {
         value.is_array = true;
@@ -291,9 +302,9 @@ static uint64_t multiply(const gguf_cursor & c, uint64_t a, uint64_t b, const st
 // `unknown` collects tensors whose type this build does not know, so that all of them are named at once.
 static void read_tensor(gguf_cursor & c, gguf_file & file, std::unordered_set<std::string> & names, std::vector<std::string> & unknown) {
     gguf_tensor tensor;
-    tensor.name = c.string("a tensor's name");
-    if (!is_identifier(tensor.name) || tensor.name.size() > MAX_TENSOR_NAME) {
-        c.fail(join("a tensor's name is empty, holds a NUL byte, is not UTF-8, or is longer than ", MAX_TENSOR_NAME, " bytes."));
+    tensor.name = c.string("a tensor's name", MAX_TENSOR_NAME);
+    if (!is_identifier(tensor.name)) {
+        c.fail("a tensor's name is empty, holds a NUL byte, or is not UTF-8.");
     }
     if (!names.insert(tensor.name).second) {
         c.fail(join("the tensor '", tensor.name, "' stands twice."));
@@ -352,8 +363,8 @@ static void place_tensors(gguf_cursor & c, gguf_file & file) {
         if (tensor.offset != expected) {
             c.fail(join("tensor '", tensor.name, "' has offset ", tensor.offset, " in the data; needed: ", expected, ", right after the tensor before it."));
         }
-        if (tensor.num_bytes > std::numeric_limits<uint64_t>::max() / 2 - expected - file.data_offset - file.alignment) {
-            c.fail(join("tensor '", tensor.name, "' does not fit into any file."));
+        if (tensor.num_bytes > MAX_DATA_BYTES || expected > MAX_DATA_BYTES) {
+            c.fail(join("tensor '", tensor.name, "' of ", tensor.num_bytes, " bytes at offset ", expected, " in the data does not fit into any file: it is cut off or damaged."));
         }
         expected += pad(tensor.num_bytes);
         tensor.offset += file.data_offset;
@@ -372,8 +383,8 @@ std::shared_ptr<gguf_file> gguf_file_open(const std::string & path, bool use_mma
     gguf_cursor c{ *file, 0 };
     uint64_t num_tensors, num_keys;
     read_header(c, *file, num_tensors, num_keys);
-    for (uint64_t i = 0; i < num_keys; i++) {
-        read_key(c, *file);
+    for (uint64_t i = 0, room = MAX_ALL_KEY_BYTES; i < num_keys; i++) {
+        read_key(c, *file, room);
     }
     read_alignment(c, *file);
     std::unordered_set<std::string> names;

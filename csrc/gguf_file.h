@@ -121,17 +121,22 @@ struct gguf_cursor {
         return value;
     }
 
-    std::string string(const char * what) {
+    std::string string(const char * what, uint64_t max_bytes) {
         const uint64_t length = number<uint64_t>(what);
         need(length, what);
+        if (length > max_bytes) {
+            fail(join(what, " is ", length, " bytes long, longer than ", max_bytes, " bytes."));
+        }
         std::string text(file.mapping->data + at, length);
         at += length;
         return text;
     }
 
-    void skip(uint64_t num_bytes, const char * what) {
+    // Goes over `num_bytes` and returns where they begin.
+    const char * skip(uint64_t num_bytes, const char * what) {
         need(num_bytes, what);
         at += num_bytes;
+        return file.mapping->data + at - num_bytes;
     }
 };
 

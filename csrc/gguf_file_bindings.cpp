@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include <pybind11/stl.h>
 
 #include "bindings.h"
@@ -9,11 +11,12 @@
 
 namespace pyggtrain {
 
-static py::object decode_string(const std::string & text, const gguf_file & file, const std::string & key) {
-    PyObject * decoded = PyUnicode_DecodeUTF8(text.data(), (Py_ssize_t) text.size(), "strict");
+static py::object read_string(gguf_cursor & c, const std::string & key) {
+    const uint64_t length  = c.number<uint64_t>("a string");
+    PyObject *     decoded = PyUnicode_DecodeUTF8(c.skip(length, "a string"), (Py_ssize_t) length, "strict");
     if (decoded == nullptr) {
         PyErr_Clear();
-        throw gguf_error(join(file.path, ": the text of '", key, "' is not valid UTF-8."));
+        throw gguf_error(join(c.file.path, ": the text of '", key, "' is not valid UTF-8."));
     }
     return py::reinterpret_steal<py::object>(decoded);
 }
@@ -31,7 +34,7 @@ static py::object read_scalar(gguf_cursor & c, uint32_t type, const std::string 
         case GGUF_TYPE_FLOAT32: return py::float_(c.number<float>("a value"));
         case GGUF_TYPE_FLOAT64: return py::float_(c.number<double>("a value"));
         case GGUF_TYPE_BOOL:    return py::bool_(c.number<uint8_t>("a value") != 0);
-        default:                return decode_string(c.string("a string"), c.file, key);
+        default:                return read_string(c, key);
     }
 }
 
@@ -43,11 +46,35 @@ static const gguf_value & find_value(const gguf_file & file, const std::string &
     return found->second;
 }
 
-// In Python a number of one byte takes an object and a pointer to it, and a character up to four bytes. A value may not take more
-// than twice the file and some room; the largest vocabularies (a million tokens) are far below.
+// Bytes that a value takes in Python at most, also while it is being decoded. A number takes an object and a pointer to it. A text
+// takes 1, 2 or 4 bytes for each character, as its widest one needs, and half as much again while it is widened.
+static uint64_t decoded_bytes(const gguf_file & file, const gguf_value & value) {
+    constexpr uint64_t OBJECT_BYTES = 48, TEXT_BYTES = 80;
+    if (value.type != GGUF_TYPE_STRING) {
+        return OBJECT_BYTES * value.count;
+    }
+    gguf_cursor c{ file, value.offset };
+    uint64_t    total = 0, longest = 0;
+    for (uint64_t i = 0; i < value.count; i++) {
+        const uint64_t length = c.number<uint64_t>("a string");
+        const auto *   bytes  = reinterpret_cast<const uint8_t *>(c.skip(length, "a string"));
+        uint8_t        widest = 0;
+        for (uint64_t k = 0; k < length; k++) {
+            widest = std::max(widest, bytes[k]);
+        }
+        // First bytes of sequences: from F0 on beyond 2 bytes a character, from C4 on beyond Latin-1.
+        const uint64_t needed = length * (widest >= 0xF0 ? 4 : widest >= 0xC4 ? 2 : 1);
+        total += TEXT_BYTES + needed;
+        longest = std::max(longest, needed);
+    }
+    return total + longest / 2;
+}
+
+// No file may take more than twice its size and 64 MiB, so that no value may take more than half of that: it is often copied, to be
+// hashed say. The largest vocabularies (a million tokens) are below in the files that have them.
 static void check_decoded_size(const gguf_cursor & c, const gguf_value & value, const std::string & key) {
-    constexpr uint64_t WIDEST_CHARACTER = 4, OBJECT_BYTES = 48, ROOM = (uint64_t) 64 << 20;
-    if (WIDEST_CHARACTER * value.num_bytes + OBJECT_BYTES * value.count > 2 * c.file.mapping->size + ROOM) {
+    constexpr uint64_t ROOM = (uint64_t) 32 << 20;
+    if (decoded_bytes(c.file, value) > c.file.mapping->size + ROOM) {
         c.fail(join("'", key, "' has ", value.count, " values in ", value.num_bytes, " bytes, which would take many times the size of the file to decode."));
     }
 }
@@ -64,6 +91,13 @@ static py::object read_value(const gguf_file & file, const std::string & key) {
         list[i] = read_scalar(c, value.type, key);
     }
     return list;
+}
+
+static py::bytes read_bytes(const gguf_file & file, uint64_t offset, uint64_t num_bytes) {
+    PYGGTRAIN_CHECK(offset <= file.mapping->size && num_bytes <= file.mapping->size - offset, "range", join(num_bytes, " bytes from ", offset),
+                    join("within the file's ", file.mapping->size, " bytes"));
+    file.mapping->load(offset + num_bytes);
+    return py::bytes(file.mapping->data + offset, num_bytes);
 }
 
 static tensor_view tensor_bytes(const gguf_file & file, size_t index) {
@@ -103,6 +137,9 @@ void register_gguf_file(py::module_ & module) {
         .def("value_count", [](const gguf_file & self, const std::string & key) { return find_value(self, key).count; }, py::arg("key"),
              "Values in an array, 1 for a scalar; KeyError if absent.")
         .def("value", &read_value, py::arg("key"), "The value as a Python scalar or list; KeyError if absent.")
+        .def("decoded_bytes", [](const gguf_file & self, const std::string & key) { return decoded_bytes(self, find_value(self, key)); }, py::arg("key"),
+             "Bytes of memory that `value` takes at most; KeyError if absent.")
+        .def("read_bytes", &read_bytes, py::arg("offset"), py::arg("num_bytes"), "A copy of some of the bytes that were opened, whatever lies under the path now.")
         .def("tensor_bytes", &tensor_bytes, py::arg("index"), "uint8 view of a tensor's blocks, shape [..., rows, row_bytes], at its own address in the mapping.");
     module.def("num_live_mappings", [] { return num_live_mappings(); }, "Files still mapped by this process, for tests of lifetime.");
 }

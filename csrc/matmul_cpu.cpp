@@ -1,4 +1,6 @@
 // Quantised matrix products on the CPU through ggml, on memory that torch owns.
+#include "matmul_cpu.h"
+
 #include <vector>
 
 #include "bindings.h"
@@ -12,6 +14,27 @@ namespace pyggtrain {
 
 // Room for the handful of tensor headers and the graph of one product; no tensor data lives here.
 static constexpr size_t GRAPH_MEM_BYTES = 16 * 1024;
+
+void product_cpu(ggml_type type, const void * weight, int64_t num_outputs, int64_t columns, const float * x, int64_t rows, float * y, int num_threads) {
+    alignas(64) char graph_mem[GRAPH_MEM_BYTES];
+    ggml_context *   context = ggml_init({ sizeof(graph_mem), graph_mem, /*no_alloc =*/ true });
+    ggml_tensor *    w       = ggml_new_tensor_2d(context, type, columns, num_outputs);
+    ggml_tensor *    a       = ggml_new_tensor_2d(context, GGML_TYPE_F32, columns, rows);
+    w->data                  = const_cast<void *>(weight);
+    a->data                  = const_cast<float *>(x);
+    ggml_tensor * product    = ggml_mul_mat(context, w, a);
+    product->data            = y;
+    ggml_cgraph * graph      = ggml_new_graph_custom(context, 8, /*grads =*/ false);
+    ggml_build_forward_expand(graph, product);
+    ggml_cplan           plan = ggml_graph_plan(graph, num_threads, nullptr);
+    std::vector<uint8_t> work(plan.work_size);
+    plan.work_data           = work.data();
+    const ggml_status status = ggml_graph_compute(graph, &plan);
+    ggml_free(context);
+    if (status != GGML_STATUS_SUCCESS) {
+        throw bridge_error(join("ggml could not compute the product of ", ggml_type_name(type), " blocks: ", ggml_status_to_string(status)));
+    }
+}
 
 static void mul_mat(const std::string & type_name, const py::handle & blocks, const py::handle & x, const py::handle & out, int num_threads) {
     const ggml_type       type   = quant_type(type_name);
@@ -28,24 +51,7 @@ static void mul_mat(const std::string & type_name, const py::handle & blocks, co
     if (rows == 0 || weight.dim(0) == 0) {
         return;
     }
-    alignas(64) char graph_mem[GRAPH_MEM_BYTES];
-    ggml_context *   context = ggml_init({ sizeof(graph_mem), graph_mem, /*no_alloc =*/ true });
-    ggml_tensor *    w       = ggml_new_tensor_2d(context, type, columns, weight.dim(0));
-    ggml_tensor *    a       = ggml_new_tensor_2d(context, GGML_TYPE_F32, columns, rows);
-    w->data                  = weight.data;
-    a->data                  = input.data;
-    ggml_tensor * y          = ggml_mul_mat(context, w, a);
-    y->data                  = output.data;
-    ggml_cgraph * graph      = ggml_new_graph_custom(context, 8, /*grads =*/ false);
-    ggml_build_forward_expand(graph, y);
-    ggml_cplan           plan = ggml_graph_plan(graph, num_threads, nullptr);
-    std::vector<uint8_t> work(plan.work_size);
-    plan.work_data           = work.data();
-    const ggml_status status = ggml_graph_compute(graph, &plan);
-    ggml_free(context);
-    if (status != GGML_STATUS_SUCCESS) {
-        throw bridge_error(join("ggml could not compute the product of ", type_name, " blocks: ", ggml_status_to_string(status)));
-    }
+    product_cpu(type, weight.data, weight.dim(0), columns, static_cast<const float *>(input.data), rows, static_cast<float *>(output.data), num_threads);
 }
 
 void register_matmul_cpu(py::module_ & module) {

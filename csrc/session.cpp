@@ -2,6 +2,10 @@
 //
 // A session owns its model, context and adapters. Calls on one session must not overlap (the GIL is released while llama.cpp
 // computes; a mutex makes overlapping calls wait). Every call starts from an empty memory (KV cache).
+//
+// With `exact_products` each product by a weight that is not F32 is computed again from the decoded weight in float32, and
+// replaces ggml's own, which rounds the other side to 8 bits (or to F16, BF16). All else stays llama.cpp's: the difference to a
+// plain session is what that rounding does.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,6 +20,7 @@
 
 #include "bindings.h"
 #include "check.h"
+#include "exact_product.h"
 #include "ggml-backend.h"
 #include "llama-adapter.h"
 #include "llama-model.h"
@@ -38,13 +43,17 @@ struct session {
     std::vector<llama_adapter_lora *>                         adapters;
     std::mutex                                                mutex;
 
+    const bool exact_products;
+    const int  num_threads;
+
     // Set only while eval_tensors() runs.
     const std::unordered_set<std::string> * wanted = nullptr;
     std::vector<captured_tensor>            captured;
-    std::string                             capture_error;
+    std::string                             callback_error;
 
-    session(const std::string & path, int64_t num_ctx, int64_t num_ubatch, int num_threads, const std::string & kv_type, bool flash_attention, bool use_mmap)
-        : model(nullptr, llama_model_free), context(nullptr, llama_free) {
+    session(const std::string & path, int64_t num_ctx, int64_t num_ubatch, int num_threads, const std::string & kv_type, bool flash_attention, bool use_mmap,
+            bool exact_products)
+        : model(nullptr, llama_model_free), context(nullptr, llama_free), exact_products(exact_products), num_threads(num_threads) {
         PYGGTRAIN_CHECK(num_ctx >= 1 && num_ctx <= (1 << 24), "num_ctx", num_ctx, "1 to 2^24");
         PYGGTRAIN_CHECK(num_ubatch >= 1 && num_ubatch <= num_ctx, "num_ubatch", num_ubatch, "1 to num_ctx");
         PYGGTRAIN_CHECK(num_threads >= 1 && num_threads <= 512, "num_threads", num_threads, "1 to 512");
@@ -53,6 +62,8 @@ struct session {
         llama_model_params model_params = llama_model_default_params();
         model_params.n_gpu_layers       = 0;
         model_params.load_mode          = use_mmap ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
+        // Those buffers hold blocks in another order than the file, which only their own kernels can read.
+        model_params.use_extra_bufts    = !exact_products;
         model.reset(llama_model_load_from_file(path.c_str(), model_params));
         if (model == nullptr) {
             throw bridge_error(join(path, ": llama.cpp cannot load the model: ", llama_log_complaints()));
@@ -82,17 +93,21 @@ struct session {
     // llama.cpp asks for every node first, and hands over those that were asked for once they are computed.
     static bool on_eval(ggml_tensor * tensor, bool ask, void * user_data) {
         auto & self = *static_cast<session *>(user_data);
-        if (self.wanted == nullptr) {
-            return !ask;
-        }
+        const bool is_wanted  = self.wanted != nullptr && self.wanted->count(tensor->name) > 0;
+        const bool is_rounded = self.exact_products && exact_product_applies(tensor);
         if (ask) {
-            return self.wanted->count(tensor->name) > 0;
+            return is_wanted || is_rounded;
         }
         try {
-            self.captured.push_back({ tensor->name, ggml_op_name(tensor->op), tensor_copy(tensor) });
-        } catch (const bridge_error & error) {
-            // An exception may not cross llama.cpp's C frames; eval_tensors() raises it after the decode.
-            self.capture_error = error.what();
+            if (is_rounded) {
+                exact_product(tensor, self.num_threads);
+            }
+            if (is_wanted) {
+                self.captured.push_back({ tensor->name, ggml_op_name(tensor->op), tensor_copy(tensor) });
+            }
+        } catch (const std::exception & error) {
+            // An exception may not cross llama.cpp's C frames; decode() raises it afterwards.
+            self.callback_error = error.what();
         }
         return true;
     }
@@ -122,10 +137,14 @@ struct session {
             batch.logits[i]    = all_logits || i == batch.n_tokens - 1;
         }
         llama_log_clear();
+        callback_error.clear();
         const int32_t status = llama_decode(context.get(), batch);
         llama_batch_free(batch);
         if (status != 0) {
             throw bridge_error(join("llama.cpp could not decode ", tokens.size(), " tokens (status ", status, "): ", llama_log_complaints()));
+        }
+        if (!callback_error.empty()) {
+            throw bridge_error(callback_error);
         }
     }
 
@@ -151,29 +170,19 @@ struct session {
     std::vector<captured_tensor> eval_tensors(const std::vector<int64_t> & tokens, const std::vector<std::string> & names) {
         const std::vector<llama_token>        ids = check_tokens(tokens);
         const std::unordered_set<std::string> set(names.begin(), names.end());
-        std::vector<captured_tensor>          result;
-        std::string                           error;
-        {
-            py::gil_scoped_release      release;
-            std::lock_guard<std::mutex> lock(mutex);
-            forget();
-            captured.clear();
-            capture_error.clear();
-            wanted = &set;
-            try {
-                decode(ids, 0, /*all_logits =*/ true);
-            } catch (...) {
-                wanted = nullptr;
-                throw;
-            }
+        py::gil_scoped_release                release;
+        std::lock_guard<std::mutex>           lock(mutex);
+        forget();
+        captured.clear();
+        wanted = &set;
+        try {
+            decode(ids, 0, /*all_logits =*/ true);
+        } catch (...) {
             wanted = nullptr;
-            result = std::move(captured);
-            error  = capture_error;
+            throw;
         }
-        if (!error.empty()) {
-            throw bridge_error(error);
-        }
-        return result;
+        wanted = nullptr;
+        return std::move(captured);
     }
 
     std::vector<llama_token> generate(const std::vector<int64_t> & tokens, int64_t max_new_tokens) {
@@ -265,9 +274,10 @@ struct session {
 void register_session(py::module_ & module) {
     module.def("system_info", [] { return std::string(llama_print_system_info()); }, "What llama.cpp was built for, in its own words: processor features, OpenMP.");
     py::class_<session>(module, "Session", "llama.cpp on the CPU: one model, one context, any number of adapters. Each call starts from an empty KV cache.")
-        .def(py::init<const std::string &, int64_t, int64_t, int, const std::string &, bool, bool>(), py::arg("path"), py::kw_only(), py::arg("num_ctx"),
+        .def(py::init<const std::string &, int64_t, int64_t, int, const std::string &, bool, bool, bool>(), py::arg("path"), py::kw_only(), py::arg("num_ctx"),
              py::arg("num_ubatch"), py::arg("num_threads"), py::arg("kv_type") = "F16", py::arg("flash_attention") = false, py::arg("use_mmap") = true,
-             py::call_guard<py::gil_scoped_release>())
+             py::arg("exact_products") = false, py::call_guard<py::gil_scoped_release>(),
+             "`exact_products` replaces each product by a weight that is not F32 by one of the decoded weight in float32, which rounds no activation.")
         .def_property_readonly("num_tokens", [](const session & self) { self.check_open(); return llama_vocab_n_tokens(self.vocab); })
         .def_property_readonly("num_ctx", [](const session & self) { self.check_open(); return llama_n_ctx(self.context.get()); })
         .def("load_adapter", &session::load_adapter, py::arg("path"), "Loads a GGUF adapter (not yet active) and returns its number.")

@@ -193,6 +193,7 @@ def exact_matches(
         max_rows: rows answered at most.
         num_threads: CPU threads; 0 takes all cores this process may use.
     """
+    check_readable(GGUFFile.open(model).path)
     tokenizer = Tokenizer.from_gguf(model)
     encoder, template = TextEncoder(tokenizer), ChatTemplate.of_model(tokenizer)
     chats = [row.value["messages"] for row in islice(read_rows(data), max_rows)]
@@ -304,6 +305,7 @@ def merge(
         OutputError: the file cannot be written.
     """
     base = GGUFFile.open(model)
+    check_readable(base.path)
     files = [(gguf_adapter.load(path), scale) for path, scale in adapters]
     loaded = models.load(base)
     for file, _ in files:

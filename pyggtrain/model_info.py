@@ -213,12 +213,13 @@ def info(path: str | os.PathLike[str]) -> ModelInfo:
         GGUFError: not a readable GGUF file.
     """
     file = GGUFFile.open(path)
+    scalars = [key for key in file.metadata if not file.metadata.value_type(key).startswith("arr")]
+    file.metadata.check_all_fit(file.path, scalars)
     metadata = {}
-    for key in file.metadata:
-        if not file.metadata.value_type(key).startswith("arr"):
-            value = file.metadata[key]
-            assert not isinstance(value, list), "the type says that it is no array"
-            metadata[key] = value
+    for key in scalars:
+        value = file.metadata[key]
+        assert not isinstance(value, list), "the type says that it is no array"
+        metadata[key] = value
     trainable, reasons, why_no_graph = _adapter_reach(file)
     tensors = [
         TensorFacts(
@@ -272,5 +273,6 @@ def _mib(num_bytes: float) -> str:
 
 def _shortened(text: str, length: int = 100) -> str:
     """One line without what a terminal could obey: the file may come from a stranger."""
-    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    # A text of many megabytes would take many times its size character by character.
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[: length + 1])
     return line if len(line) <= length else f"{line[: length - 3]}... ({len(text)} characters)"

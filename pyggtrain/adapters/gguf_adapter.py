@@ -186,12 +186,13 @@ def load(path: str | os.PathLike[str]) -> AdapterFile:
         alpha = stored
         if not math.isfinite(alpha):
             raise AdapterError(f"adapter.lora.alpha in {file.path} is {alpha}: needed a finite number.")
+    metadata = typed_metadata(file)
     provenance = {
-        key.removeprefix(_PREFIX): str(file.metadata[key]) for key in file.metadata if key.startswith(_PREFIX)
+        key.removeprefix(_PREFIX): str(typed.value) for key, typed in metadata.items() if key.startswith(_PREFIX)
     }
     other = {
-        key: value
-        for key, value in typed_metadata(file).items()
+        key: typed
+        for key, typed in metadata.items()
         if key not in (*_OWN_KEYS, *_KEYS_OF_THE_FILE) and not key.startswith(_PREFIX)
     }
     return AdapterFile(file.path, file.architecture, alpha, _read_pairs(file), provenance, other)

@@ -26,6 +26,7 @@ import torch
 from pyggtrain.adapters.arithmetic import with_scales
 from pyggtrain.adapters.gguf_adapter import AdapterFile, check_against_base
 from pyggtrain.adapters.lora import scale_of
+from pyggtrain.adapters.peft_files import CONFIG, HEADER_KEY, WEIGHTS, Header, read_config, read_weights
 from pyggtrain.adapters.peft_names import (
     halved,
     interleaved,
@@ -35,15 +36,11 @@ from pyggtrain.adapters.peft_names import (
     tensor_name,
 )
 from pyggtrain.errors import AdapterError, UnsupportedError
-from pyggtrain.gguf import GGUFFile, TypedValue
+from pyggtrain.gguf import GGUFFile
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-
 _PREFIX = "base_model.model."
-_HEADER_KEY = "pyggtrain"
 # Settings that change what an adapter means, with the only values of them that a GGUF adapter can follow.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
@@ -110,7 +107,7 @@ def to_peft(
                 tensors[f"{of_expert}.lora_A.weight"], tensors[f"{of_expert}.lora_B.weight"] = a, b
         else:
             tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"] = lora_a, lora_b
-    header = {"format": "pt", _HEADER_KEY: json.dumps(_leftovers(adapter), ensure_ascii=False)}
+    header = {"format": "pt", HEADER_KEY: json.dumps(_leftovers(adapter), ensure_ascii=False)}
     weights = save({name: values.contiguous() for name, values in tensors.items()}, header)
     config = _config(adapter, base, modules, prefix, base_model)
     folder.mkdir(exist_ok=True)
@@ -226,8 +223,8 @@ def from_peft(folder: str | os.PathLike[str], base: GGUFFile) -> AdapterFile:
             module whose place in the base is not known here.
     """
     folder = Path(folder)
-    config = _read_config(folder / CONFIG)
-    tensors, header = _read_weights(folder / WEIGHTS)
+    config = read_config(folder / CONFIG)
+    tensors, header = read_weights(folder / WEIGHTS)
     found, strangers = _pairs_by_module(tensors)
     mistakes = _mistakes(config, [name for name in strangers if not _is_base_weight(name, tensors[name], base)])
     by_tensor: dict[str, dict[int | None, _Found]] = {}
@@ -254,7 +251,7 @@ def from_peft(folder: str | os.PathLike[str], base: GGUFFile) -> AdapterFile:
             lora_b = interleaved(lora_b, num_heads)
         pairs[name] = (lora_a.contiguous(), lora_b.contiguous())
         scales[name] = _scale(config, whole)
-    adapter = AdapterFile(folder, base.architecture, 0.0, pairs, *_restored(header))
+    adapter = AdapterFile(folder, base.architecture, 0.0, pairs, header.provenance, header.metadata)
     check_against_base(adapter, base, ignore_hash=True)
     return with_scales(adapter, scales, _alpha(config, header, pairs, scales))
 
@@ -269,34 +266,6 @@ class _Found:
     rank: int
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise AdapterError(f"{path}: cannot be read as a PEFT configuration: {error}") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise AdapterError(f"{path}: peft_type is {kind!r}; needed: 'LORA'.")
-    return config
-
-
-def _read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.exists() and path.with_suffix(".bin").exists():
-        raise AdapterError(
-            f"{path.with_suffix('.bin')}: is a pickle, which may run code. Load it in PEFT and save it again: "
-            "today's PEFT writes safetensors."
-        )
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - no mapping
-        return tensors, json.loads(header.get(_HEADER_KEY, "{}"))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise AdapterError(f"{path}: cannot be read as safetensors: {error}") from error
-
-
 def _pairs_by_module(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, _Found], list[str]]:
     """Pairs by module, and the names of tensors that are no half of one."""
     halves: dict[str, dict[str, torch.Tensor]] = {}
@@ -306,6 +275,8 @@ def _pairs_by_module(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, _Fo
         if match is None:
             strangers.append(name)
             continue
+        if values.dim() < 2:
+            raise AdapterError(f"{name} is a vector {list(values.shape)}; needed: a matrix.")
         halves.setdefault(match[1], {})[match[3]] = values.mT if match[2] and match[3] == "A" else values
     for module, pair in halves.items():
         if len(pair) < 2:
@@ -337,9 +308,15 @@ def _unfused(module: str, part: _Found, base: GGUFFile) -> dict[str, _Found] | N
     }
     if match is None or stacks["down"] not in base.tensor_infos:
         return None
-    num_experts, width, num_ff = base.tensor_infos[stacks["down"]].shape
+    *experts, width, num_ff = base.tensor_infos[stacks["down"]].shape
+    num_experts = math.prod(experts)
     num_out, num_in = part.lora_b.shape[0], part.lora_a.shape[1]
-    if (num_out, num_in) not in ((width, num_ff), (2 * num_ff, width)) or part.rank % num_experts:
+    halves = (part.rank, num_in), (num_out, part.rank)
+    if (
+        (num_out, num_in) not in ((width, num_ff), (2 * num_ff, width))
+        or (tuple(part.lora_a.shape), tuple(part.lora_b.shape)) != halves
+        or part.rank % num_experts
+    ):
         raise AdapterError(
             f"{module} has lora_A {list(part.lora_a.shape)} and lora_B {list(part.lora_b.shape)}: they fit neither "
             f"{stacks['down']} {[num_experts, width, num_ff]} in {base.path} nor gate and up beside it."
@@ -406,8 +383,8 @@ def _stacked(name: str, parts: Mapping[int | None, _Found], base: GGUFFile) -> _
 
 def _scale(config: Mapping[str, Any], found: _Found) -> float:
     """PEFT's factor of a pair, as float32."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
+    alpha = config["lora_alpha"]
+    for pattern, value in config["alpha_pattern"].items():
         if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", found.module):
             alpha = value
             break
@@ -415,15 +392,9 @@ def _scale(config: Mapping[str, Any], found: _Found) -> float:
     return float(torch.tensor(factor, dtype=torch.float32))
 
 
-def _restored(header: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, TypedValue]]:
-    """Provenance and metadata that `to_peft` left in the safetensors header."""
-    metadata = {key: TypedValue(type, value) for key, (type, value) in header.get("metadata", {}).items()}
-    return dict(header.get("provenance", {})), metadata
-
-
 def _alpha(
     config: Mapping[str, Any],
-    header: Mapping[str, Any],
+    header: Header,
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
     scales: Mapping[str, float],
 ) -> float:
@@ -433,11 +404,11 @@ def _alpha(
     def num_exact(alpha: float) -> int:
         return sum(scales[name] == (scale_of(alpha, rank) if alpha else 1.0) for name, rank in ranks.items())
 
-    of_config = config.get("lora_alpha", 8)
+    of_config = config["lora_alpha"]
     even = Counter(scales[name] * rank for name, rank in ranks.items()).most_common(1)[0][0]
-    return float(max((header.get("alpha", of_config), of_config, even), key=num_exact))
+    return float(max((of_config if header.alpha is None else header.alpha, of_config, even), key=num_exact))
 
 
-def _order(base: GGUFFile, header: Mapping[str, Any]) -> dict[str, int]:
+def _order(base: GGUFFile, header: Header) -> dict[str, int]:
     """Where each pair stood in the GGUF file that was converted; else where its weight stands in the base."""
-    return {name: place for place, name in enumerate(dict.fromkeys([*header.get("tensors", ()), *base.tensor_infos]))}
+    return {name: place for place, name in enumerate(dict.fromkeys([*header.tensors, *base.tensor_infos]))}

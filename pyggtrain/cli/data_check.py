@@ -13,9 +13,12 @@ def run(arguments: Sequence[str]) -> int:
 
     from pyggtrain.cli.train import say
     from pyggtrain.gguf import GGUFFile, Tokenizer
+    from pyggtrain.gguf.readable import check_readable
     from pyggtrain.training.data import holds_pairs, load_data, longest_row
 
-    limit = longest_row(config, GGUFFile.open(config.model))
+    model = GGUFFile.open(config.model)
+    check_readable(model.path)
+    limit = longest_row(config, model)
     tokenizer = Tokenizer.from_gguf(config.model)
     data = load_data(config, tokenizer, max_length=limit, started=datetime.now(), as_pairs=holds_pairs(config))
     say(*data.lines())

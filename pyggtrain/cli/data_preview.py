@@ -27,10 +27,13 @@ def run(arguments: Sequence[str]) -> int:
     from pyggtrain.data.row_encoder import RowEncoder
     from pyggtrain.data.sources import weighted_files
     from pyggtrain.gguf import GGUFFile, Tokenizer
+    from pyggtrain.gguf.readable import check_readable
     from pyggtrain.training.data import data_settings, holds_pairs, longest_row, run_template, whole_lengths
 
+    model = GGUFFile.open(config.model)
+    check_readable(model.path)
     tokenizer = Tokenizer.from_gguf(config.model)
-    limit = longest_row(config, GGUFFile.open(config.model))
+    limit = longest_row(config, model)
     template = run_template(config, tokenizer, datetime.now())
     encoder = RowEncoder(tokenizer, data_settings(config, limit), template, as_pairs=holds_pairs(config))
     paths = [file.path for file in weighted_files(config.data)]

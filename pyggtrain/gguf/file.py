@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 4096
+# Values of an array, or characters of a text, that are hashed at a time.
+_HASHED_AT_A_TIME = 1 << 14
 
 
 class Metadata(Mapping[str, "MetadataValue"]):
@@ -47,6 +49,19 @@ class Metadata(Mapping[str, "MetadataValue"]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
+
+    def check_all_fit(self, path: Path, keys: Iterable[str]) -> None:
+        """Make sure that the values of `keys` can be held in memory together: each for itself always can.
+
+        Raises:
+            GGUFError: they would take more than twice the size of the file and 64 MiB.
+        """
+        needed = sum(map(self._mapped.decoded_bytes, keys))
+        if needed > (limit := 2 * self._mapped.file_bytes + (64 << 20)):
+            raise GGUFError(
+                f"{path}: its metadata would take {needed:,} bytes of memory, many times the size of the file; taken "
+                f"are at most {limit:,}."
+            )
 
     def value_type(self, key: str) -> str:
         """GGUF's name of the value's type: ``u32``, ``str``, ``arr[f32]``, ...
@@ -193,7 +208,7 @@ class GGUFFile:
         """SHA-256 (hex) of every byte before the tensor data: metadata, tokenizer, template and tensor table (of each
         part in turn).
         """
-        return _sha256([(path, part.data_offset) for path, part in zip(self.paths, self._parts, strict=True)])
+        return _sha256([(part, min(part.data_offset, part.file_bytes)) for part in self._parts])
 
     @cached_property
     def tokenizer_sha256(self) -> str:
@@ -205,11 +220,12 @@ class GGUFFile:
             for key in self.metadata
             if key.startswith("tokenizer.") and not key.startswith("tokenizer.chat_template")
         )
-        # The digest of all of them as one JSON object, made key by key: a vocabulary is large.
+        # The digest of all of them as one JSON object, made piece by piece: a vocabulary is large.
         digest = hashlib.sha256(b"{")
         for index, key in enumerate(keys):
-            member = json.dumps({key: self.metadata[key]}, ensure_ascii=False)[1:-1]
-            digest.update((", " * (index > 0) + member).encode("utf-8", "surrogatepass"))
+            digest.update((", " * (index > 0) + json.dumps(key, ensure_ascii=False) + ": ").encode())
+            for piece in _json_pieces(self.metadata[key]):
+                digest.update(piece.encode())
         digest.update(b"}")
         return digest.hexdigest()
 
@@ -226,15 +242,26 @@ class GGUFFile:
 
     def sha256(self) -> str:
         """SHA-256 (hex) of the whole file, or of all parts in turn. Reads every byte: minutes for 100 GiB."""
-        return _sha256([(path, part.file_bytes) for path, part in zip(self.paths, self._parts, strict=True)])
+        return _sha256([(part, part.file_bytes) for part in self._parts])
 
 
-def _sha256(starts: Sequence[tuple[Path, int]]) -> str:
-    """Digest of the first bytes of each file, one after another."""
+def _json_pieces(value: "MetadataValue") -> Iterator[str]:
+    """`json.dumps(value, ensure_ascii=False)` in pieces."""
+    if not isinstance(value, list | str):
+        yield json.dumps(value)
+        return
+    opening, closing, separator = ("[", "]", ", ") if isinstance(value, list) else ('"', '"', "")
+    yield opening
+    for start in range(0, len(value), _HASHED_AT_A_TIME):
+        inside = json.dumps(value[start : start + _HASHED_AT_A_TIME], ensure_ascii=False)[1:-1]
+        yield separator * (start > 0) + inside
+    yield closing
+
+
+def _sha256(starts: "Sequence[tuple[MappedGGUF, int]]") -> str:
+    """Digest of the first bytes of each file, one after another: of what was opened, not of what its path names now."""
     digest = hashlib.sha256()
-    for path, num_bytes in starts:
-        with path.open("rb") as file:
-            while num_bytes > 0 and (chunk := file.read(min(num_bytes, 1 << 20))):
-                digest.update(chunk)
-                num_bytes -= len(chunk)
+    for mapped, num_bytes in starts:
+        for start in range(0, num_bytes, 1 << 20):
+            digest.update(mapped.read_bytes(start, min(1 << 20, num_bytes - start)))
     return digest.hexdigest()

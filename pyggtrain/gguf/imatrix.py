@@ -11,8 +11,9 @@ import math
 import os
 import struct
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from pyggtrain import _bridge
 from pyggtrain.errors import GGUFError
@@ -100,12 +101,12 @@ def _read_gguf(path: Path) -> "dict[str, torch.Tensor]":
     return result
 
 
-def _read_dat(path: Path, file: BinaryIO) -> "dict[str, torch.Tensor]":
+def _read_dat(path: Path, file: BufferedReader) -> "dict[str, torch.Tensor]":
     import torch
 
-    remaining = path.stat().st_size
+    remaining = os.fstat(file.fileno()).st_size
 
-    def take(num_bytes: int, what: str) -> bytes:
+    def take(num_bytes: int, what: str) -> bytearray:
         nonlocal remaining
         if not 0 <= num_bytes <= remaining:
             raise GGUFError(
@@ -113,7 +114,10 @@ def _read_dat(path: Path, file: BinaryIO) -> "dict[str, torch.Tensor]":
                 "llama-imatrix (GGUF or .dat), or it is cut off."
             )
         remaining -= num_bytes
-        return file.read(num_bytes)
+        taken = bytearray(num_bytes)
+        if file.readinto(taken) != num_bytes:
+            raise GGUFError(f"{path}: became shorter while it was read. Start again once nothing writes to it.")
+        return taken
 
     def number(what: str) -> int:
         value: int = struct.unpack("<i", take(4, what))[0]
@@ -128,8 +132,8 @@ def _read_dat(path: Path, file: BinaryIO) -> "dict[str, torch.Tensor]":
         num_calls, num_values = number(f"the calls of {name}"), number(f"the size of {name}")
         if num_values < 1:
             raise GGUFError(f"{path}: {name} has {num_values} values; needed: one per column. The file is damaged.")
-        values = torch.frombuffer(bytearray(take(4 * num_values, name)), dtype=torch.float32)
-        result[name] = _checked(path, name, values[None] / max(num_calls, 1))
+        values = torch.frombuffer(take(4 * num_values, name), dtype=torch.float32)
+        result[name] = _checked(path, name, values[None].div_(max(num_calls, 1)))
     return result
 
 

@@ -1,4 +1,4 @@
-"""Whether llama.cpp can read a file without ending the process that it runs in."""
+"""Whether llama.cpp can read a file without ending the process that it runs in, or taking all memory."""
 
 import os
 import subprocess
@@ -13,7 +13,9 @@ _READ = """
 import sys
 from pyggtrain import _bridge
 from pyggtrain.errors import PyggtrainError
+from pyggtrain.child_memory import limit_memory
 try:
+    limit_memory(_bridge.MappedGGUF(sys.argv[1]).data_offset)
     _bridge.GraphSource(sys.argv[1], with_lora=False)
 except PyggtrainError as error:
     sys.exit(str(error))

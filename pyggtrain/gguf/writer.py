@@ -6,11 +6,10 @@ renamed, so that a reader never meets half of one.
 
 import math
 import os
+import secrets
 import struct
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from pyggtrain._bridge import MetadataValue
 
 _VERSION = 3
+# What readers take, see csrc/gguf_file.cpp.
+_MAX_TENSOR_NAME, _MAX_DIMS, _MAX_KEY = 63, 4, (1 << 16) - 1
 _ALIGNMENT = 32
 _ARRAY = 9
 _STRING = 8
@@ -111,7 +112,12 @@ def row_bytes(type: str, columns: int) -> int:
 
 
 def typed_metadata(file: GGUFFile) -> dict[str, TypedValue]:
-    """All metadata of a file with the types it has there, ready for `write_gguf`."""
+    """All metadata of a file with the types it has there, ready for `write_gguf`.
+
+    Raises:
+        GGUFError: it would take memory out of proportion to the file.
+    """
+    file.metadata.check_all_fit(file.path, file.metadata)
     return {key: TypedValue(file.metadata.value_type(key), file.metadata[key]) for key in file.metadata}
 
 
@@ -129,34 +135,27 @@ def write_gguf(
         tensors: in the order in which they shall stand.
 
     Raises:
-        GGUFError: a value that GGUF cannot hold, or a name that stands twice.
+        GGUFError: a value, name or shape that GGUF cannot hold, or a name that stands twice.
         OSError: the folder does not exist or is not writable, or the disk is full; `path` is then as it was before.
     """
     path = Path(path)
     listed = list(tensors)
     alignment = _alignment(metadata)
     header = _header(metadata, listed, alignment)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    # Not named after `path`, whose name may have all the bytes that the system allows.
+    temporary = path.with_name(f".pyggtrain-{secrets.token_hex(8)}.part")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        # Follows the umask, as any other new file would, and no link that somebody has put there.
+        with temporary.open("xb") as file:
             file.write(header)
             for tensor in listed:
                 _write_blocks(file, tensor, alignment)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes files for the owner alone; a new file follows the umask as any other would.
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _alignment(metadata: "Mapping[str, MetadataValue | TypedValue]") -> int:
@@ -180,6 +179,12 @@ def _header(
     repeated = [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]
     if repeated:
         raise GGUFError(f"Tensors to be written share the names {', '.join(repeated)}; needed: each name once.")
+    for tensor in tensors:
+        _check_name(tensor.name, "tensor", _MAX_TENSOR_NAME)
+        if not 1 <= len(tensor.shape) <= _MAX_DIMS or 0 in tensor.shape:
+            raise GGUFError(f"{tensor.name} has shape {list(tensor.shape)}; needed: 1 to {_MAX_DIMS} sizes, none 0.")
+    for key in metadata:
+        _check_name(key, "metadata key", _MAX_KEY)
     parts = [b"GGUF", struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))]
     for key, value in metadata.items():
         typed = value if isinstance(value, TypedValue) else TypedValue(_infer_type(key, value), value)
@@ -191,6 +196,13 @@ def _header(
         offset += _padded(_num_bytes(tensor), alignment)
     header = b"".join(parts)
     return header.ljust(_padded(len(header), alignment), b"\0")
+
+
+def _check_name(name: str, what: str, max_bytes: int) -> None:
+    if not 1 <= len(name.encode()) <= max_bytes or "\0" in name:
+        raise GGUFError(
+            f"The {what} {name[:80]!r} cannot be read back; needed: 1 to {max_bytes} bytes, none of them NUL."
+        )
 
 
 def _num_bytes(tensor: WritableTensor) -> int:

@@ -8,6 +8,7 @@ import json
 import sys
 
 from pyggtrain import _bridge
+from pyggtrain.child_memory import limit_memory
 from pyggtrain.errors import PyggtrainError
 
 
@@ -59,6 +60,7 @@ def main() -> int:
     """Arguments in argv[1] as JSON: [path, num_ctx or null, [[num_tokens, num_outputs], ...], one document each]."""
     path, num_ctx, lengths, is_document = json.loads(sys.argv[1])
     try:
+        limit_memory(_bridge.MappedGGUF(path).data_offset)
         graphs = _capture(path, num_ctx, lengths, is_document)
     except PyggtrainError as error:
         sys.stderr.write(str(error))

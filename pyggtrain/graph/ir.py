@@ -206,10 +206,12 @@ def _fit_node(graphs: Sequence[Capture], index: int, fit_number: _Fit) -> Node:
             )
 
     def row(field: str) -> tuple[Number, ...]:
-        return tuple(
-            fit_number(graphs, values, f"{field} of {first.op} '{first.name}'")
-            for values in zip(*(getattr(tensor, field) for tensor in tensors), strict=True)
-        )
+        rows: list[tuple[int, ...]] = [getattr(tensor, field) for tensor in tensors]
+        # Most are the same at every length.
+        if all(row == rows[0] for row in rows):
+            return rows[0]
+        what = f"{field} of {first.op} '{first.name}'"
+        return tuple(fit_number(graphs, values, what) for values in zip(*rows, strict=True))
 
     return Node(
         name=first.name,

@@ -80,7 +80,7 @@ class ImportedModel(Model):
         super().__init__(file.architecture)
         self.question = f"{device} {compute} {num_ctx}"
         self._file = file
-        self._num_ctx = num_ctx
+        self.num_ctx = num_ctx
         self._compute = compute
         self._weights = Weights(self, file, device=device, compute=compute)
         self._programs: dict[int | None, Program] = {}
@@ -116,9 +116,9 @@ class ImportedModel(Model):
     def _add_program(self, num_tokens: int | None) -> tuple[Program, Reach]:
         """The program of documents of `num_tokens` tokens; None: of any batch."""
         if num_tokens is None:
-            graph, reach = training_graph(self._file, num_ctx=self._num_ctx)
+            graph, reach = training_graph(self._file, num_ctx=self.num_ctx)
         else:
-            graph, reach = document_graph(self._file, num_tokens, num_ctx=self._num_ctx)
+            graph, reach = document_graph(self._file, num_tokens, num_ctx=self.num_ctx)
         if not graph.is_causal:
             raise _EncoderError(
                 f"{self._file.path} is an encoder ({self._file.architecture}): its tokens see later ones, "

@@ -47,11 +47,11 @@ class _Walk:
 
     def carried(self, node: Node) -> Node:
         """`node` reading from the new graph."""
-        return replace(
-            node,
-            sources=tuple(None if source is None else self.place[source] for source in node.sources),
-            view_parent=None if node.view_parent is None else self.place[node.view_parent],
-        )
+        sources = tuple(None if source is None else self.place[source] for source in node.sources)
+        view_parent = None if node.view_parent is None else self.place[node.view_parent]
+        if sources == node.sources and view_parent == node.view_parent:
+            return node
+        return replace(node, sources=sources, view_parent=view_parent)
 
     def add(self, index: int, node: Node) -> None:
         """The old node `index` is now `node`."""

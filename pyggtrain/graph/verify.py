@@ -3,7 +3,7 @@
 Both compute the same tokens. In a file of F32 weights they differ by rounding alone. In a quantised file llama.cpp
 also rounds every product's input to 8 bits, which the model need not do (`compute`), and small differences grow from
 layer to layer: measured 4 % of the logits' rms on SmolLM2-135M Q4_1 and gemma-3-270m Q4_K_M, where a wrong operation
-gives about 100 %.
+gives about 100 %. gemma-3-270m in Q3_K is 16 % off: there the rounding is taken out on both sides.
 
 A model that differs by more is searched for the first value that does.
 """
@@ -26,6 +26,8 @@ NUM_TOKENS = 64
 # Relative to the rms of llama.cpp's value.
 BOUND_F32 = 1e-3
 BOUND_QUANTISED = 0.15
+# Of llama.cpp's own noise, where that is larger.
+NOISE_FACTOR = 2.0
 _UNQUANTISED = frozenset({"F32", "I32"})
 _CONTEXT = 256
 
@@ -74,14 +76,7 @@ def verify(file: GGUFFile, model: ImportedModel) -> Verification:
     """
     is_quantised = any(tensor.type not in _UNQUANTISED for tensor in file.tensors.values())
     bound = BOUND_QUANTISED if is_quantised else BOUND_F32
-    session = _bridge.Session(
-        str(file.path),
-        num_ctx=_CONTEXT,
-        num_ubatch=_CONTEXT,
-        num_threads=torch.get_num_threads(),
-        kv_type="F32",
-        use_mmap=file.is_mapped,
-    )
+    session = _session(file)
     try:
         tokens = spread_tokens(session.num_tokens, NUM_TOKENS if model.unit is None else model.unit)
         batch = Batch.from_documents([(tokens, tokens)]).to(next(model.buffers()).device)
@@ -89,6 +84,8 @@ def verify(file: GGUFFile, model: ImportedModel) -> Verification:
         with torch.no_grad():
             logits = model.logits(batch).float().cpu()
             error = relative_error(logits, served)
+            if not error <= bound and bound != BOUND_F32:
+                bound = _bound_by_rounding(file, model, tokens, served, bound)
             if not error <= bound:
                 raise ParityError(
                     f"{file.path}: llama.cpp's graph, run in torch, gives logits that are {error:.2g} of their size "
@@ -101,6 +98,37 @@ def verify(file: GGUFFile, model: ImportedModel) -> Verification:
     finally:
         session.close()
     return Verification(error, bound, float(kl), len(tokens))
+
+
+def _session(file: GGUFFile, *, exact_products: bool = False) -> _bridge.Session:
+    return _bridge.Session(
+        str(file.path),
+        num_ctx=_CONTEXT,
+        num_ubatch=_CONTEXT,
+        num_threads=torch.get_num_threads(),
+        kv_type="F32",
+        use_mmap=file.is_mapped,
+        exact_products=exact_products,
+    )
+
+
+def _bound_by_rounding(
+    file: GGUFFile, model: ImportedModel, tokens: list[int], served: torch.Tensor, bound: float
+) -> float:
+    """The bound for a file of few bits, whose logits the rounding of inputs moves further than `bound`.
+
+    Without that rounding, llama.cpp's products taken from decoded weights, the graph has to agree as in a file of F32.
+    Then it is right, and how far llama.cpp is from itself without rounding is the yardstick. Otherwise `bound` stays.
+    """
+    session = _session(file, exact_products=True)
+    try:
+        exact = from_dlpack(session.logits(tokens))
+    finally:
+        session.close()
+    twin = ImportedModel(file, compute="exact", num_ctx=model.num_ctx)
+    if not relative_error(twin.logits(Batch.from_documents([(tokens, tokens)])), exact) <= BOUND_F32:
+        return bound
+    return max(bound, NOISE_FACTOR * relative_error(served, exact))
 
 
 def spread_tokens(num_known: int, num_tokens: int) -> list[int]:

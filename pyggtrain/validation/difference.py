@@ -159,8 +159,8 @@ def effect_moments(
     return moments
 
 
-def loss_sum(logits_PV: torch.Tensor, targets_P: torch.Tensor) -> float:
-    """Sum of -log p(target) in nats over the targets that are not -100.
+def target_losses(logits_PV: torch.Tensor, targets_P: torch.Tensor) -> torch.Tensor:
+    """-log p(target) in nats, float64, of the targets that are not -100, in order.
 
     Args:
         logits_PV: [P, V] float32.
@@ -168,12 +168,12 @@ def loss_sum(logits_PV: torch.Tensor, targets_P: torch.Tensor) -> float:
     """
     learnt_P = targets_P != IGNORED
     logits_PV, targets_P = logits_PV[learnt_P], targets_P[learnt_P]
+    losses = torch.empty(len(targets_P), dtype=torch.float64)
     step = _rows_per_chunk(logits_PV)
-    total = 0.0
-    for start in range(0, targets_P.shape[0], step):
+    for start in range(0, len(targets_P), step):
         log_p = logits_PV[start : start + step].double().log_softmax(dim=-1)
-        total -= float(log_p.gather(1, targets_P[start : start + step].unsqueeze(1)).sum())
-    return total
+        losses[start : start + step] = -log_p.gather(1, targets_P[start : start + step].unsqueeze(1)).squeeze(1)
+    return losses
 
 
 def _rows_per_chunk(rows_PV: torch.Tensor) -> int:

@@ -18,8 +18,8 @@ from pyggtrain.validation.difference import (
     LogitsDifference,
     compare_logits,
     effect_moments,
-    loss_sum,
     merge_differences,
+    target_losses,
 )
 from pyggtrain.validation.runtime import OpenRuntime, Runtime, RuntimeSettings
 
@@ -135,13 +135,20 @@ class LlamaCpp:
     def variations(self, *, strict: bool) -> dict[str, RuntimeSettings]:
         """Ways to compute that should not matter; the last one is llama-server's default.
 
-        F16 keys and values are a rounding of their own, and so no yardstick where nothing else rounds.
+        F16 keys and values are a rounding of their own, and so no yardstick where nothing else rounds. Products in
+        float32 show what the rounding of activations does by itself: where few weights are quantised, the other ways
+        meet the same roundings as the plain one, and would call that noise nought.
         """
         one_by_one = {"ubatch 1": replace(self.settings, num_ubatch=1)}
         if strict:
             return one_by_one
         half = replace(self.settings, kv_type="F16")
-        return {**one_by_one, "F16 KV": half, "flash attention": replace(half, flash_attention=True)}
+        return {
+            **one_by_one,
+            "float32 products": replace(self.settings, exact_products=True),
+            "F16 KV": half,
+            "flash attention": replace(half, flash_attention=True),
+        }
 
 
 def their_logits(runtime: Runtime, excerpts: Sequence[Excerpt], scale: float | None) -> list[torch.Tensor]:
@@ -186,15 +193,28 @@ def measure_agreement(
     excerpts: Sequence[Excerpt], ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
 ) -> Agreement:
     """Compare both sides' logits [P, V] of each excerpt."""
-    our_losses = [loss_sum(logits_PV, excerpt.targets_P) for excerpt, logits_PV in zip(excerpts, ours, strict=True)]
-    their_losses = [loss_sum(logits_PV, excerpt.targets_P) for excerpt, logits_PV in zip(excerpts, theirs, strict=True)]
-    num_targets = sum(int((excerpt.targets_P != IGNORED).sum()) for excerpt in excerpts)
-    return Agreement(
-        difference=_difference(theirs, ours),
-        our_loss=sum(our_losses) / num_targets if num_targets else float("nan"),
-        their_loss=sum(their_losses) / num_targets if num_targets else float("nan"),
-        num_targets=num_targets,
+    our_losses, their_losses = _target_losses(excerpts, ours), _target_losses(excerpts, theirs)
+    # The mean of nothing is NaN.
+    return Agreement(_difference(theirs, ours), float(our_losses.mean()), float(their_losses.mean()), len(our_losses))
+
+
+def _target_losses(excerpts: Sequence[Excerpt], logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(
+        [target_losses(logits_PV, excerpt.targets_P) for excerpt, logits_PV in zip(excerpts, logits, strict=True)]
     )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """llama.cpp from itself, computed in another way, at one scale.
+
+    Attributes:
+        difference: Of the logits.
+        mean_squared_gap: Mean square of what a supervised token's loss changes by, nats squared; NaN without any.
+    """
+
+    difference: LogitsDifference
+    mean_squared_gap: float
 
 
 def measure_noise(
@@ -203,7 +223,7 @@ def measure_noise(
     reference: Mapping[float | None, Sequence[torch.Tensor]],
     *,
     strict: bool,
-) -> dict[str, dict[float | None, LogitsDifference]]:
+) -> dict[str, dict[float | None, Spread]]:
     """Differences of llama.cpp from itself.
 
     Args:
@@ -215,13 +235,15 @@ def measure_noise(
     Returns:
         Name of the variation -> scale -> difference.
     """
-    noise: dict[str, dict[float | None, LogitsDifference]] = {}
+    losses = {scale: _target_losses(excerpts, logits) for scale, logits in reference.items()}
+    noise: dict[str, dict[float | None, Spread]] = {}
     for name, settings in llama_cpp.variations(strict=strict).items():
+        noise[name] = {}
         with llama_cpp.opened(settings) as (runtime, _):
-            noise[name] = {
-                scale: _difference(logits, their_logits(runtime, excerpts, scale))
-                for scale, logits in reference.items()
-            }
+            for scale, logits in reference.items():
+                varied = their_logits(runtime, excerpts, scale)
+                gaps = _target_losses(excerpts, varied) - losses[scale]
+                noise[name][scale] = Spread(_difference(logits, varied), float(gaps.square().mean()))
     return noise
 
 

@@ -6,9 +6,10 @@ logits on a quantised file by KL 1e-3 to 1e-2. So there are two modes:
 
 - *strict*, for a file whose tensors are all F32: nothing is rounded, and both sides must agree to 1e-3 of the logits'
   RMS, to KL 1e-6, and in the output of every layer.
-- *statistical*, for any other file: llama.cpp is run against itself (tokens one by one; F16 KV; F16 KV with flash
-  attention) on the same text with the same adapter, and we may differ from it by twice the largest mean KL of those.
-  Two standard errors are added, since now and then one position sits on a tipping point and holds most of the sum.
+- *statistical*, for any other file: llama.cpp is run against itself (tokens one by one; products in float32 instead of
+  8 bits; F16 KV; F16 KV with flash attention) on the same text with the same adapter, and we may differ from it by
+  twice the largest mean KL of those. Two standard errors are added, since now and then one position sits on a tipping
+  point and holds most of the sum.
 
 Agreement alone proves nothing: it is perfect when both sides ignore the adapter. So the *effect* of the adapter (logits
 with it minus logits without) must be more than noise, and llama.cpp's effect must be ours in size and direction. If the
@@ -28,8 +29,7 @@ from pyggtrain import ops
 from pyggtrain.errors import ConfigError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.validation import evidence
-from pyggtrain.validation.difference import LogitsDifference
-from pyggtrain.validation.evidence import ADAPTED, BASE, Agreement, Excerpt, LlamaCpp, OurModel
+from pyggtrain.validation.evidence import ADAPTED, BASE, Agreement, Excerpt, LlamaCpp, OurModel, Spread
 from pyggtrain.validation.layers import LayerDifference, LayerEffect, compare_layers, measure_layer_effects
 from pyggtrain.validation.parity_report import Check, ParityReport
 from pyggtrain.validation.runtime import BridgeRuntime, OpenRuntime, Runtime, RuntimeSettings
@@ -54,7 +54,7 @@ MIN_LAYER_COSINE = 0.995
 
 # By scale: [P, V] of each excerpt. By variation and scale.
 Logits = Mapping[float | None, Sequence[torch.Tensor]]
-Noise = Mapping[str, Mapping[float | None, LogitsDifference]]
+Noise = Mapping[str, Mapping[float | None, Spread]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def verify_adapter(
     if adapter_path is not None:
         checks.append(Check("pairs that llama.cpp loaded", theirs.num_pairs, ours.num_pairs, "equal to"))
         checks.append(Check("logits that scale 0 changes", theirs.num_changed, 0, "equal to"))
-        noise_kl = max(difference.mean_kl for at in noise.values() for difference in at.values())
+        noise_kl = max(own.difference.mean_kl for at in noise.values() for own in at.values())
         effect_checks, effect_notes = _effect_checks(
             llama_cpp, served, excerpts, ours, our_logits, theirs.logits, noise_kl
         )
@@ -220,14 +220,15 @@ def _label(scale: float | None) -> str:
 
 
 def _agreement_checks(
-    scale: float | None, agreement: Agreement, noise: Sequence[LogitsDifference], *, strict: bool
+    scale: float | None, agreement: Agreement, noise: Sequence[Spread], *, strict: bool
 ) -> list[Check]:
     label, difference = _label(scale), agreement.difference
-    max_kl = max(STRICT_KL, NOISE_FACTOR * max(own.mean_kl for own in noise))
+    max_kl = max(STRICT_KL, NOISE_FACTOR * max(own.difference.mean_kl for own in noise))
     if not strict:
         max_kl += NUM_STANDARD_ERRORS * difference.kl_standard_error
     # Even an F32 file meets steps: ggml reads GELU from an F16 table, and a router picks its experts.
-    max_abs = max(STRICT_RELATIVE_ERROR * difference.reference_rms, NOISE_FACTOR * max(own.max_abs for own in noise))
+    own_abs = max(own.difference.max_abs for own in noise)
+    max_abs = max(STRICT_RELATIVE_ERROR * difference.reference_rms, NOISE_FACTOR * own_abs)
     checks = [
         Check(f"{label}: mean KL(llama.cpp || ours)", difference.mean_kl, max_kl, unit="nats"),
         Check(f"{label}: largest KL of one position", difference.max_kl, unit="nats"),
@@ -237,9 +238,11 @@ def _agreement_checks(
         Check(f"{label}: same most likely token", difference.top1_agreement, unit="%"),
     ]
     if agreement.num_targets:
-        # log p - log q of near distributions has variance 2 KL, so its mean over n tokens wanders by sqrt(2 KL / n)
-        # around at most KL: four standard deviations.
-        max_gap = max_kl + 4 * math.sqrt(2 * max_kl / agreement.num_targets)
+        # log p - log q of near distributions has variance 2 KL for tokens drawn from them, so its mean over n tokens
+        # wanders by sqrt(2 KL / n) around at most KL: four standard deviations. Tokens that the model does not expect
+        # vary more; by how much is measured (KL goes with the square of a small change).
+        variance = max(2 * max_kl, NOISE_FACTOR * max(own.mean_squared_gap for own in noise))
+        max_gap = max_kl + 4 * math.sqrt(variance / agreement.num_targets)
         gap = abs(agreement.our_loss - agreement.their_loss)
         checks += [
             Check(f"{label}: held-out loss, ours", agreement.our_loss, unit="nats"),
@@ -302,9 +305,9 @@ def _layer_checks(layers: Sequence[LayerDifference], missing: Sequence[str]) -> 
 
 def _noise_rows(noise: Noise) -> list[Check]:
     return [
-        Check(f"{_label(scale)}: llama.cpp from itself, {variation}: mean KL", difference.mean_kl, unit="nats")
+        Check(f"{_label(scale)}: llama.cpp from itself, {variation}: mean KL", own.difference.mean_kl, unit="nats")
         for variation, at in noise.items()
-        for scale, difference in at.items()
+        for scale, own in at.items()
     ]
 
 

@@ -28,6 +28,8 @@ class RuntimeSettings:
         num_ubatch: Tokens computed together. Another number means other kernels and another order of summation.
         kv_type: Type of the stored keys and values. llama-server's default is F16.
         flash_attention: Off by default: on the CPU it rounds keys, values and their sum to F16.
+        exact_products: Products by weights that are not F32 are computed from the decoded weights in float32 instead of
+            by ggml's kernels, which round the other side to 8 bits (by F16 and BF16 weights: to their precision).
         num_threads: CPU threads. Does not change results.
     """
 
@@ -35,6 +37,7 @@ class RuntimeSettings:
     num_ubatch: int
     kv_type: Literal["F32", "F16"] = "F32"
     flash_attention: bool = False
+    exact_products: bool = False
     num_threads: int = 1
 
 
@@ -111,6 +114,7 @@ class BridgeRuntime:
             num_threads=settings.num_threads,
             kv_type=settings.kv_type,
             flash_attention=settings.flash_attention,
+            exact_products=settings.exact_products,
             use_mmap=GGUFFile.open(path).is_mapped,
         )
 
@@ -118,7 +122,9 @@ class BridgeRuntime:
     def name(self) -> str:
         s = self._settings
         attention = ", flash attention" if s.flash_attention else ""
-        return f"llama.cpp {_bridge.LLAMA_CPP_COMMIT} in the bridge, {s.kv_type} KV, ubatch {s.num_ubatch}{attention}"
+        products = ", float32 products" if s.exact_products else ""
+        how = f"{s.kv_type} KV, ubatch {s.num_ubatch}{attention}{products}"
+        return f"llama.cpp {_bridge.LLAMA_CPP_COMMIT} in the bridge, {how}"
 
     def load_adapter(self, path: Path) -> int:
         if self._adapter is not None:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from pyggtrain.adapters import gguf_adapter
 from pyggtrain.adapters.gguf_adapter import AdapterFile
-from pyggtrain.adapters.peft import CONFIG, WEIGHTS, from_peft, to_peft
+from pyggtrain.adapters.peft import from_peft, to_peft
+from pyggtrain.adapters.peft_files import CONFIG, WEIGHTS
 from pyggtrain.adapters.peft_names import LAYOUTS, halved, interleaved, module_name
 from pyggtrain.errors import AdapterError, UnsupportedError
 from pyggtrain.gguf import GGUFFile, TypedValue, quantize_tensor, write_gguf
@@ -321,6 +322,66 @@ def test_unreadable_folders_say_what_is_wrong(made, tmp_path):
         from_peft(folder, base)
     folder, base = made(tensors={"base_model.model.model.layers.1.mlp.up_proj.lora_A.weight": torch.ones(4, D)})
     with pytest.raises(AdapterError, match="lora_A alone"):
+        from_peft(folder, base)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"lora_alpha": "16"}, r"'lora_alpha' has alpha '16'; needed: a finite number"),
+        ({"lora_alpha": None}, "has alpha None"),
+        ({"lora_alpha": True}, "has alpha True"),
+        ({"lora_alpha": float("inf")}, "has alpha inf"),
+        ({"lora_alpha": 10**400}, "has alpha 1000"),
+        ({"alpha_pattern": [["q_proj", 1]]}, "alpha_pattern is .* needed: an object"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "'q_proj' has alpha nan"),
+        ({"alpha_pattern": {"(": 1}}, "is no regular expression"),
+        ({"alpha_pattern": {"(a+)+$": 1}}, "could take for ever"),
+        ({"alpha_pattern": {r"(a|\)])*$": 1}}, "could take for ever"),
+        ({"alpha_pattern": {".*.*.*x": 1}}, "could take for ever"),
+    ],
+)
+def test_hostile_configuration_is_refused(made, config, said):
+    folder, base = made(**config)
+    with pytest.raises(AdapterError, match=said):
+        from_peft(folder, base)
+
+
+def test_deep_json_is_refused(made):
+    folder, base = made()
+    (folder / CONFIG).write_text("[" * 100_000)
+    with pytest.raises(AdapterError, match="cannot be read as a PEFT configuration"):
+        from_peft(folder, base)
+
+
+@pytest.mark.parametrize("values", [torch.ones(4, D, dtype=torch.uint8), torch.ones(0, D), torch.tensor(1.0)])
+def test_tensors_that_are_no_matrices_of_numbers_are_refused(made, values):
+    folder, base = made(tensors={"base_model.model.model.layers.1.mlp.up_proj.lora_A.weight": values})
+    with pytest.raises(AdapterError, match=r"up_proj.* is .*needed: F16, BF16, F32, F64 of 1 to 4 sizes, none 0"):
+        from_peft(folder, base)
+
+
+def test_vectors_as_halves_of_a_pair_are_refused(made):
+    folder, base = made(tensors={"base_model.model.model.layers.1.mlp.up_proj.lora_A.weight": torch.ones(D)})
+    with pytest.raises(AdapterError, match=r"is a vector \[32\]; needed: a matrix"):
+        from_peft(folder, base)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[" * 100_000,
+        "[]",
+        '{"alpha": "4"}',
+        '{"metadata": {"k": 1}}',
+        '{"metadata": {"k": ["u8", {}]}}',
+        '{"tensors": 3}',
+    ],
+)
+def test_a_header_that_is_not_ours_is_refused(made, header):
+    folder, base = made()
+    save_file(load_file(folder / WEIGHTS), folder / WEIGHTS, {"pyggtrain": header})
+    with pytest.raises(AdapterError, match="its header is not as pyggtrain writes it"):
         from_peft(folder, base)
 
 

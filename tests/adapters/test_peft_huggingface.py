@@ -17,7 +17,8 @@ import torch
 from pyggtrain import _bridge
 from pyggtrain.adapters import gguf_adapter
 from pyggtrain.adapters.gguf_adapter import AdapterFile
-from pyggtrain.adapters.peft import CONFIG, from_peft, to_peft
+from pyggtrain.adapters.peft import from_peft, to_peft
+from pyggtrain.adapters.peft_files import CONFIG
 from pyggtrain.cache_folder import cache_folder
 from pyggtrain.gguf import GGUFFile, quantize_tensor, write_gguf
 

@@ -152,6 +152,24 @@ def test_100_gib_cost_their_header_only(huge_path, capsys):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
+def test_100_gib_take_about_half_a_second(huge_path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "pyggtrain", "info", str(huge_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # "to train: ... + adapter + activations", and what an adapter cannot reach.
+    assert "MiB adapter of rank 16 with its optimiser" in done.stdout
+    assert "no matrix that llama.cpp multiplies by" in done.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time, its own child's included: 0.6 s (docs/gguf.md), and up to twice that where others share the cores.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5
+
+
 def test_tables_align_numbers_to_the_right():
     assert table([["name", "count"], ["a", "1,234"], ["bcdef", "5"]]).splitlines() == [
         "name   count",

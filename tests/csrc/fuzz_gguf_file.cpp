@@ -22,7 +22,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         for (const auto & [key, value] : file->values) {
             pyggtrain::gguf_cursor c{ *file, value.offset };
             for (uint64_t i = 0; value.type == 8 && i < value.count; i++) {
-                c.string("a string");
+                c.string("a string", UINT64_MAX);
             }
         }
         volatile char sink = 0;

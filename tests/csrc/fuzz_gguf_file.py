@@ -1,6 +1,6 @@
 """Fuzz the GGUF parser with libFuzzer, AddressSanitizer and UBSan.
 
-    python tests/csrc/fuzz_gguf_file.py [--minutes 30] [--jobs 1] [--keep]
+    python tests/csrc/fuzz_gguf_file.py [--minutes 30] [--jobs 1] [--keep] [--input-seconds 5]
 
 Needs clang with its runtime (Debian: clang libclang-rt-14-dev) and one build of the project, whose llama.cpp
 libraries it links. Starts from the files in tests/csrc/fuzz_seeds/corpus.zip and from small ones written here. A
@@ -10,6 +10,7 @@ keeping, made small, into corpus.zip.
 """
 
 import argparse
+import resource
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="keep the corpus for the next run and the tests")
+    parser.add_argument(
+        "--input-seconds",
+        type=int,
+        default=5,
+        help="an input that takes longer hangs; by the clock, so more if stopped",
+    )
     arguments = parser.parse_args()
     source, build = llama_cpp()
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +73,11 @@ def main() -> None:
         flags = ["-std=c++17", "-g", "-O1", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=undefined"]
         command = ["clang++", *flags, *includes, *files, library, "-fopenmp=libgomp", "-o", binary]
         subprocess.run([str(part) for part in command], check=True)
-        limits = [f"-max_total_time={int(arguments.minutes * 60)}", f"-rss_limit_mb={RSS_LIMIT_MIB}", "-timeout=5"]
+        limits = [
+            f"-max_total_time={int(arguments.minutes * 60)}",
+            f"-rss_limit_mb={RSS_LIMIT_MIB}",
+            f"-timeout={arguments.input_seconds}",
+        ]
         options = [
             *limits,
             "-max_len=65536",
@@ -76,6 +87,8 @@ def main() -> None:
         ]
         jobs = [f"-fork={arguments.jobs}"] if arguments.jobs > 1 else []
         code = subprocess.call([str(binary), *options, *jobs, str(corpus)])
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        sys.stdout.write(f"{(used.ru_utime + used.ru_stime) / 60:.1f} CPU-minutes, the compiler's included\n")
         if arguments.keep and code == 0:
             keep(binary, corpus, Path(folder) / "small")
         sys.exit(code)

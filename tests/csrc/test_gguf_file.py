@@ -4,6 +4,7 @@ lie.
 
 import gc
 import hashlib
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,14 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "2^63 tensors": (header(1 << 63, 0), "more than its size has room for"),
     "key longer than the file": (header(0, 1, struct.pack("<Q", BIG) + b"x" * 32), "the file ends after"),
     "empty key": (header(0, 1, string(b"") + struct.pack("<II", 4, 1)), "empty, holds a NUL"),
+    "key longer than the specification allows": (
+        header(0, 1, string(b"k" * 65536) + struct.pack("<II", 4, 1)),
+        "65536 bytes long, longer than 65535",
+    ),
+    "keys of 5 MiB": (
+        header(0, 80, b"".join(string(b"%d" % i * 32000) + struct.pack("<IB", 0, 1) for i in range(10, 90))),
+        "take more than 4194304 bytes together",
+    ),
     "key that is no text": (header(0, 1, string(b"a\xff") + struct.pack("<II", 4, 1)), "is not UTF-8"),
     "NUL in key": (header(0, 1, string(b"a\0b") + struct.pack("<II", 4, 1)), "empty, holds a NUL"),
     "key twice": (header(0, 2, (KEY + struct.pack("<II", 4, 1)) * 2), "stands twice"),
@@ -149,6 +158,18 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
         "more than 2\\^63",
     ),
     "bytes wrap": (header(1, 0, table_entry(b"t", [1 << 31, 1 << 31]) + b"\0" * 64), "2\\^63|cut off"),
+    # Each size is below 2^63; summed up they end at byte 64 again.
+    "sums of sizes wrap": (
+        header(
+            3,
+            0,
+            table_entry(b"t", [(1 << 61) - 41])
+            + table_entry(b"u", [(1 << 61) - 1], offset=(1 << 63) - 160)
+            + table_entry(b"v", [16], offset=(1 << 64) - 160)
+            + b"\0" * 64,
+        ),
+        "does not fit into any file",
+    ),
     "rows not a multiple": (header(1, 0, table_entry(b"t", [33], type_id=2) + b"\0" * 64), "multiple of 32"),
     "unknown types": (
         header(
@@ -204,6 +225,12 @@ def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
         GGUFFile(tmp_path / "none.gguf")
     with pytest.raises(GGUFError, match="not a regular file"):
         GGUFFile(tmp_path)
+
+
+def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(GGUFError, match="not a regular file"):
+        GGUFFile(tmp_path / "pipe.gguf")
 
 
 def test_text_that_is_not_utf8_is_an_error_when_it_is_read(tmp_path: Path) -> None:

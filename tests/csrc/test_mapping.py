@@ -1,6 +1,7 @@
 """A file that cannot be mapped is read; one that changes while it is in use is noticed; a huge one costs its header."""
 
 import gc
+import hashlib
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from pyggtrain import _bridge
-from pyggtrain.errors import GGUFError
+from pyggtrain.errors import BridgeError, GGUFError
 from pyggtrain.gguf import GGUFFile, quantize_tensor, write_gguf
 from pyggtrain.gguf.finite import find_nonfinite
 from pyggtrain.ops import dequantize, quant_linear
@@ -46,6 +47,14 @@ def test_reading_gives_what_mapping_gives(path: Path) -> None:
     assert read.keys() == mapped.keys() and read.value("k") == ["x", "y"]
     for index in (1, 0):
         assert torch.equal(torch.from_dlpack(read.tensor_bytes(index)), torch.from_dlpack(mapped.tensor_bytes(index)))
+
+
+def test_bytes_beyond_the_end_cannot_be_asked_for(path: Path) -> None:
+    file = _bridge.MappedGGUF(str(path))
+    assert file.read_bytes(0, 4) == b"GGUF" and file.read_bytes(file.file_bytes, 0) == b""
+    for offset, num_bytes in ((file.file_bytes, 1), (1, file.file_bytes), ((1 << 64) - 1, 2)):
+        with pytest.raises(BridgeError, match="within the file's"):
+            file.read_bytes(offset, num_bytes)
 
 
 def test_what_was_read_lives_as_long_as_a_view(path: Path) -> None:
@@ -161,12 +170,14 @@ def test_a_change_is_noticed(change: Callable[[Path], None], said: str, path: Pa
 
 def test_a_file_that_is_replaced_or_deleted_lives_on(path: Path, tmp_path: Path) -> None:
     file = GGUFFile(path)
+    header, whole = GGUFFile(path).header_sha256, hashlib.sha256(path.read_bytes()).hexdigest()
     other = tmp_path / "other.gguf"
     write_gguf(other, {}, [])
     other.replace(path)
     file.check_unchanged()
     path.unlink()
     file.check_unchanged()
+    assert (file.header_sha256, file.sha256()) == (header, whole)
     assert torch.equal(file.tensors["a.weight"].blocks.view(torch.float32), VALUES)
 
 

@@ -10,7 +10,8 @@ import torch
 
 from pyggtrain import _bridge
 from pyggtrain.errors import BridgeError
-from pyggtrain.gguf import Tokenizer, quantize_tensor, write_gguf
+from pyggtrain.gguf import GGUFFile, Tokenizer, quantize_tensor, typed_metadata, write_gguf
+from pyggtrain.ops import dequantize
 
 ADAPTER = {
     "general.type": "adapter",
@@ -117,6 +118,29 @@ def test_what_llama_cpp_would_abort_on_or_ignore_is_an_exception(
             call()
     # After all that the session still works.
     assert session.generate(tokens, 1)
+
+
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "IQ4_NL", "MXFP4", "F16", "BF16"])
+def test_exact_products_are_those_of_the_decoded_weights(type: str, tiny_llama_path: Path, tmp_path: Path) -> None:
+    source = GGUFFile(tiny_llama_path)
+    tensors = [
+        quantize_tensor(tensor.name, dequantize(tensor), type) if len(tensor.shape) > 1 else tensor
+        for tensor in source.tensors.values()
+    ]
+    paths = {"model": tmp_path / "m.gguf", "twin": tmp_path / "twin.gguf"}
+    write_gguf(paths["model"], typed_metadata(source), tensors)
+    twins = [quantize_tensor(tensor.name, dequantize(tensor), "F32") for tensor in tensors]
+    write_gguf(paths["twin"], typed_metadata(source), twins)
+
+    def logits(name: str, *, exact_products: bool = False) -> torch.Tensor:
+        settings = {"num_ctx": 32, "num_ubatch": 32, "num_threads": 2}
+        session = _bridge.Session(str(paths[name]), **settings, kv_type="F32", exact_products=exact_products)
+        return torch.from_dlpack(session.logits(list(range(1, 30))))
+
+    twin = logits("twin")
+    error = float((logits("model", exact_products=True) - twin).abs().max())
+    rounding = float((logits("model") - twin).abs().max())
+    assert error < 1e-4 < 1e-3 < rounding
 
 
 def test_a_closed_session_says_so(smollm2_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Fuzz what gives files a meaning, with atheris: split models, adapters, importance matrices, metadata, NaN search.
+"""Fuzz what gives files a meaning, with atheris: split models, adapters (GGUF and PEFT), importance matrices, metadata,
+NaN search, chat templates.
 
-    python tests/gguf/fuzz_readers.py [--minutes 15]
+    python tests/gguf/fuzz_readers.py [--minutes 15] [--input-seconds 10]
 
 Needs `pip install atheris`, which is no part of any extra: it has no wheels for every Python. The parser below all of
 it has a fuzzer of its own (tests/csrc/fuzz_gguf_file.py). Any error but a PyggtrainError is a finding; it is left in
@@ -10,15 +11,20 @@ tests/gguf as found-*, to be replayed by tests/gguf/test_fuzzed.py once it has b
 import argparse
 import contextlib
 import inspect
+import json
+import struct
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
-from pyggtrain.adapters import gguf_adapter
+from pyggtrain.adapters import gguf_adapter, peft, peft_files
+from pyggtrain.data.chat_template import ChatTemplate
+from pyggtrain.data.samples import BadRowError
 from pyggtrain.errors import PyggtrainError
 from pyggtrain.gguf import GGUFFile, TypedValue, quantize_tensor, write_gguf
 from pyggtrain.gguf.finite import find_nonfinite
@@ -26,8 +32,23 @@ from pyggtrain.gguf.imatrix import read_imatrix
 from pyggtrain.gguf.requantize import plan
 from pyggtrain.ops import dequantize
 
-INSTRUMENTED = ("pyggtrain.gguf", "pyggtrain.adapters.gguf_adapter")
+INSTRUMENTED = ("pyggtrain.gguf", "pyggtrain.adapters", "pyggtrain.data.chat_template", "pyggtrain.data.sandbox")
 SEPARATOR = b"||PART||"
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "<think>Hm.</think>Hi."},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+TEMPLATE = (
+    "{%- set ns = namespace(n=0) -%}{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m['content'] "
+    "| trim }}{% elif m.content is string %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1].lstrip('\\n') }}"
+    "{{ eos_token * 1 }}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}{% if tools %}{{ tools | tojson(indent=2) }}"
+    "{% endif %}{% macro f(x, y=2) %}{{ '%s' % x }}{% endmacro %}{{ f(ns.n) }}{{ messages[::-1] | length }}"
+    "{% if add_generation_prompt %}{% generation %}a{% endgeneration %}{% endif %}{{ raise_exception('no') if false }}"
+)
 
 
 def read_adapter(folder: Path, content: bytes, base: GGUFFile) -> None:
@@ -54,6 +75,21 @@ def read_model(folder: Path, content: bytes, base: GGUFFile) -> None:
     read_whole(GGUFFile(path))
 
 
+def read_peft(folder: Path, content: bytes, base: GGUFFile) -> None:
+    config, _, weights = content.partition(SEPARATOR)
+    (folder / peft_files.CONFIG).write_bytes(config)
+    (folder / peft_files.WEIGHTS).write_bytes(weights)
+    adapter = peft.from_peft(folder, base)
+    gguf_adapter.write(folder / "from-peft.gguf", adapter, overwrite=True)
+    gguf_adapter.check_against_base(gguf_adapter.load(folder / "from-peft.gguf"), base, ignore_hash=True)
+
+
+def read_template(folder: Path, content: bytes, base: GGUFFile) -> None:
+    template = ChatTemplate(content.decode("utf-8", "replace"), bos_token="<s>", eos_token="</s>")
+    with contextlib.suppress(BadRowError):
+        template.render(CHAT, tools=TOOLS, add_generation_prompt=True)
+
+
 def read_whole(file: GGUFFile) -> None:
     """Everything that is done with a file before llama.cpp gets to see it."""
     _ = file.header_sha256, file.tokenizer_sha256, file.array_length("tokenizer.ggml.tokens")
@@ -67,7 +103,10 @@ def read_whole(file: GGUFFile) -> None:
     _ = file.chat_template, file.architecture
 
 
-READERS: tuple[Callable[[Path, bytes, GGUFFile], None], ...] = (read_adapter, read_split, read_model)
+READERS: tuple[Callable[[Path, bytes, GGUFFile], None], ...] = (
+    *(read_adapter, read_split, read_model),
+    *(read_peft, read_template),
+)
 
 
 def read(data: bytes, folder: Path, base: GGUFFile) -> None:
@@ -79,7 +118,8 @@ def read(data: bytes, folder: Path, base: GGUFFile) -> None:
 
 def write_base(path: Path) -> GGUFFile:
     tensors = [quantize_tensor(f"blk.0.{name}.weight", torch.ones(4, 32), "Q4_0") for name in ("attn_q", "ffn_up")]
-    write_gguf(path, {"general.architecture": "llama"}, [*tensors, quantize_tensor("n", torch.ones(3), "F32")])
+    metadata = {"general.architecture": "llama", "llama.attention.head_count": 2}
+    write_gguf(path, metadata, [*tensors, quantize_tensor("n", torch.ones(3), "F32")])
     return GGUFFile(path)
 
 
@@ -107,6 +147,15 @@ def write_seeds(folder: Path) -> None:
     write_gguf(path, {"general.type": "imatrix", "tokenizer.ggml.tokens": ["a", "b"]}, sums)
     (folder / "imatrix").write_bytes(b"\2" + path.read_bytes())
     path.unlink()
+    entry = struct.pack("<i1sii32f", 1, b"w", 2, 32, *range(32))
+    (folder / "imatrix.dat").write_bytes(b"\2" + struct.pack("<i", 1) + entry)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {"model.layers.0.*q_proj": 8}}
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    pair = {f"{prefix}.lora_A.weight": torch.ones(2, 32), f"{prefix}.lora_B.weight": torch.ones(4, 2)}
+    header = {"alpha": 4.0, "tensors": ["a"], "provenance": {"v": "1"}, "metadata": {"k": ["arr[u32]", [1]]}}
+    weights = safetensors.torch.save(pair, {peft_files.HEADER_KEY: json.dumps(header)})
+    (folder / "peft").write_bytes(b"\3" + json.dumps(config).encode() + SEPARATOR + weights)
+    (folder / "template").write_bytes(b"\4" + TEMPLATE.encode())
 
 
 def instrument(atheris: Any) -> None:
@@ -120,6 +169,12 @@ def instrument(atheris: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument(
+        "--input-seconds",
+        type=int,
+        default=10,
+        help="an input that takes longer hangs; by the clock, so more if stopped",
+    )
     arguments = parser.parse_args()
     import atheris
 
@@ -134,7 +189,7 @@ def main() -> None:
         limits = [
             f"-max_total_time={int(arguments.minutes * 60)}",
             "-rss_limit_mb=3072",
-            "-timeout=10",
+            f"-timeout={arguments.input_seconds}",
             "-max_len=8192",
         ]
         options = [*limits, f"-artifact_prefix={here}/found-", "-print_final_stats=1", str(corpus)]

@@ -11,6 +11,7 @@ import torch
 from pyggtrain.errors import BridgeError, GGUFError
 from pyggtrain.gguf import GGUFFile, Tokenizer, TypedValue, quantize_tensor, typed_metadata, write_gguf
 from pyggtrain.gguf.readable import check_readable
+from pyggtrain.model_info import info
 
 TOKENS = ["a", "b", "ab", "Ġ", "Ċ", "c", "d", "e"]
 VOCABULARY: dict[str, Any] = {
@@ -82,3 +83,14 @@ tokenizer.encode("ab", add_special=True)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert f"{BridgeError.__name__}: tokenizer.ggml.add_{which}_token is true in a file without" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+def test_a_small_file_that_asks_for_much_memory_is_refused(tiny_llama_path: Path, tmp_path: Path) -> None:
+    file = GGUFFile(tiny_llama_path)
+    # 5.6 GiB of empty tokens.
+    metadata = typed_metadata(file) | {"llama.vocab_size": TypedValue("u32", 150_000_000)}
+    write_gguf(tmp_path / "m.gguf", metadata, file.tensors.values())
+    with pytest.raises(GGUFError, match=r"cannot read.*std::bad_alloc"):
+        check_readable(tmp_path / "m.gguf")
+    assert "bad_alloc" in (info(tmp_path / "m.gguf").why_no_graph or "")

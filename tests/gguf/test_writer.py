@@ -112,6 +112,26 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.gguf"]
 
 
+def test_a_new_file_has_the_rights_of_any_new_file_and_follows_no_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "m.gguf"
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    before = os.umask(0o027)
+    try:
+        write_gguf(link, {}, [])
+    finally:
+        os.umask(before)
+    assert target.read_bytes() == b"old" and not link.is_symlink()
+    assert link.stat().st_mode & 0o777 == 0o640
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m.gguf", "target"]
+
+
+def test_a_name_of_as_many_bytes_as_the_system_allows_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("m" * 250 + ".gguf")
+    write_gguf(path, {"k": 1}, [])
+    assert GGUFFile(path).metadata["k"] == 1
+
+
 def test_what_gguf_cannot_hold_is_refused(tmp_path: Path) -> None:
     tensor = quantize_tensor("a", torch.zeros(4), "F32")
     cases = {
@@ -123,6 +143,12 @@ def test_what_gguf_cannot_hold_is_refused(tmp_path: Path) -> None:
         "cannot be stored as u8": ({"k": TypedValue("u8", 256)}, []),
         "power of two": ({"general.alignment": 48}, []),
         "of type u64": ({"general.alignment": TypedValue("u64", 32)}, []),
+        "tensor 't{64}' cannot be read back": ({}, [quantize_tensor("t" * 64, torch.zeros(4), "F32")]),
+        "tensor 'a.x00' cannot be read back": ({}, [quantize_tensor("a\0", torch.zeros(4), "F32")]),
+        "tensor '' cannot be read back": ({}, [quantize_tensor("", torch.zeros(4), "F32")]),
+        "metadata key 'k+' cannot be read back": ({"k" * 65536: 1}, []),
+        "shape .0, 4.": ({}, [QuantTensor("a", "F32", (0, 4), torch.zeros(0, 16, dtype=torch.uint8))]),
+        "1 to 4 sizes": ({}, [quantize_tensor("a", torch.zeros(1, 1, 1, 1, 4), "F32")]),
         "bytes of blocks": ({}, [DeferredTensor("b", "F32", (4,), lambda: torch.zeros(3, dtype=torch.uint8))]),
     }
     for message, (metadata, tensors) in cases.items():

@@ -7,9 +7,10 @@ import torch
 
 from pyggtrain.errors import ParityError
 from pyggtrain.gguf import GGUFFile
+from pyggtrain.gguf.requantize import requantize
 from pyggtrain.graph import rewrite
 from pyggtrain.graph.model import ImportedModel
-from pyggtrain.graph.verify import BOUND_F32, BOUND_QUANTISED, relative_error, verify
+from pyggtrain.graph.verify import BOUND_F32, BOUND_QUANTISED, NOISE_FACTOR, relative_error, verify
 
 
 def test_a_float_file_agrees_to_rounding(tiny_llama_path: Path) -> None:
@@ -26,14 +27,12 @@ def test_a_quantised_file_agrees_to_the_noise_of_8_bit_activations(smollm2_path:
     assert 0.1 * BOUND_QUANTISED < found.error < 0.8 * BOUND_QUANTISED
 
 
-def test_a_wrong_operation_is_refused_with_the_first_value_that_differs(
-    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = GGUFFile.open(tiny_llama_path)
+@pytest.fixture
+def wrong_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer of an imported llama gates by another function."""
     name_masks = rewrite.name_masks
 
     def wrong(graph: rewrite.Graph) -> rewrite.Graph:
-        """The second layer gates by another function."""
         nodes = tuple(
             rewrite.replace(node, op="GLU.REGLU") if node.name == "ffn_swiglu-1" else node
             for node in name_masks(graph).nodes
@@ -41,10 +40,40 @@ def test_a_wrong_operation_is_refused_with_the_first_value_that_differs(
         return rewrite.replace(name_masks(graph), nodes=nodes)
 
     monkeypatch.setattr(rewrite, "name_masks", wrong)
+
+
+@pytest.mark.usefixtures("wrong_gate")
+def test_a_wrong_operation_is_refused_with_the_first_value_that_differs(tiny_llama_path: Path) -> None:
+    file = GGUFFile.open(tiny_llama_path)
     with pytest.raises(
         ParityError, match=r"logits that are 0\.\d+ of their size .* first value that differs is 'ffn_swiglu-1'"
     ):
         verify(file, ImportedModel(file, compute="exact"))
+
+
+@pytest.fixture
+def noisy(tiny_llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GGUFFile:
+    """A file whose rounding moves its logits by more than the bound that suits most files."""
+    monkeypatch.setattr("pyggtrain.graph.verify.BOUND_QUANTISED", 2e-3)
+    path = tmp_path / "noisy.gguf"
+    requantize(GGUFFile.open(tiny_llama_path), path, "Q4_0")
+    return GGUFFile.open(path)
+
+
+@pytest.mark.parametrize("compute", ["exact", "ggml"])
+def test_more_noise_than_usual_is_measured(noisy: GGUFFile, compute: str) -> None:
+    found = verify(noisy, ImportedModel(noisy, compute=compute))
+    if compute == "exact":
+        # Such a model differs by the noise itself.
+        assert found.error == pytest.approx(found.bound / NOISE_FACTOR, rel=1e-2) and found.error > 2e-3
+    else:
+        assert found.error <= found.bound
+
+
+@pytest.mark.usefixtures("wrong_gate")
+def test_a_wrong_operation_is_refused_in_a_noisy_file_too(noisy: GGUFFile) -> None:
+    with pytest.raises(ParityError, match=r"needed: 0\.002\)\. The first value that differs is"):
+        verify(noisy, ImportedModel(noisy))
 
 
 def test_nan_is_a_difference() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,10 @@ from pyggtrain.adapters import LoraConfig, attach, gguf_adapter
 from pyggtrain.errors import AdapterError
 from pyggtrain.gguf import GGUFFile, QuantTensor, Tokenizer, quantize_tensor, typed_metadata, write_gguf
 from pyggtrain.nn import Batch
+from pyggtrain.ops import dequantize
 from pyggtrain.validation.llama_server import ServerRuntime
 from pyggtrain.validation.parity import ParitySettings, verify_adapter
+from pyggtrain.validation.runtime import BridgeRuntime, RuntimeSettings
 from pyggtrain.validation.trained_model import TrainedModel
 
 WIDTH, HEADS, KV_HEADS, HEAD, FF, EXPERTS, LAYERS = 64, 4, 2, 16, 64, 4, 2
@@ -184,3 +186,16 @@ def test_a_pair_that_llama_cpp_would_read_beyond_is_refused(
     write_gguf(path, typed_metadata(file), [cut(tensor) for tensor in file.tensors.values()])
     with pytest.raises(AdapterError, match=rf"{name} .* needed lora_a \[4, 4, 64\] and lora_b \[4, 64, 4\]"):
         gguf_adapter.check_against_base(gguf_adapter.load(path), GGUFFile.open(trained.base))
+
+
+def test_products_of_experts_are_exact_where_that_is_asked_for(smollm2: GGUFFile, tmp_path: Path) -> None:
+    path, twin = write_experts(tmp_path / "m.gguf", "qwen3moe", smollm2, "Q8_0"), tmp_path / "twin.gguf"
+    file = GGUFFile.open(path)
+    tensors = [quantize_tensor(tensor.name, dequantize(tensor), "F32") for tensor in file.tensors.values()]
+    write_gguf(twin, typed_metadata(file), tensors)
+    ids = Tokenizer.from_gguf(path).encode(TEXT)
+    plain = RuntimeSettings(num_ctx=64, num_ubatch=64)
+    wanted = BridgeRuntime(twin, plain).logits(ids)
+    rounded = BridgeRuntime(path, plain).logits(ids)
+    exact = BridgeRuntime(path, replace(plain, exact_products=True)).logits(ids)
+    assert float((exact - wanted).abs().max()) < 1e-4 < 1e-3 < float((rounded - wanted).abs().max())

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pyggtrain.gguf import Tokenizer
+from pyggtrain.gguf import GGUFFile, Tokenizer, quantize_tensor, typed_metadata, write_gguf
+from pyggtrain.ops import dequantize
 from pyggtrain.validation.parity import ParitySettings, verify_adapter
 from pyggtrain.validation.parity_report import ParityReport
 from pyggtrain.validation.runtime import BridgeRuntime, RuntimeSettings
@@ -226,6 +227,59 @@ def test_the_table_fits_a_screen(tiny_llama_path: Path, make_trained: Callable[.
     assert len(lines) <= 50
     # The line of the two paths is as long as they are.
     assert max(len(line) for line in lines if "tiny-llama.gguf" not in line) <= 110
+
+
+# Nearly F32: one tensor of Q8_0, whose rounding of activations no other variation of llama.cpp shows.
+
+
+@pytest.fixture
+def nearly_f32(tiny_llama_path: Path, tmp_path: Path) -> Callable[[str], Path]:
+    def make(name: str) -> Path:
+        file = GGUFFile.open(tiny_llama_path)
+        changed = quantize_tensor(name, dequantize(file.tensors[name]), "Q8_0")
+        path = tmp_path / "nearly-f32.gguf"
+        write_gguf(path, typed_metadata(file), (file.tensors | {name: changed}).values())
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight", "blk.0.attn_v.weight"])
+def test_one_quantised_tensor_is_judged_by_its_own_rounding(
+    name: str, nearly_f32: Callable[[str], Path], make_trained: Callable[..., Any]
+) -> None:
+    base = nearly_f32(name)
+    trained = make_trained(base, compute="exact")
+    report = verify_adapter(base, trained.adapter, tiny_documents(), ours=trained.model)
+    assert report.passed, report.table()
+    found = values(report)
+    others = [
+        found[f"base: llama.cpp from itself, {way}: mean KL"] for way in ("ubatch 1", "F16 KV", "flash attention")
+    ]
+    ours, rounding = (
+        found[f"base: {what}"]
+        for what in ("mean KL(llama.cpp || ours)", "llama.cpp from itself, float32 products: mean KL")
+    )
+    # We compute what llama.cpp would without rounding, and the other ways do not see that rounding.
+    assert ours == pytest.approx(rounding, rel=1e-2) and max(others) < ours / 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "failing"),
+    [
+        ("blk.0.ffn_down.weight", "adapter: mean KL(llama.cpp || ours)"),
+        ("blk.1.attn_q.weight", "layers whose effect differs, of 2"),
+    ],
+)
+def test_a_wrong_pair_fails_there_too(
+    wrong: str, failing: str, nearly_f32: Callable[[str], Path], make_trained: Callable[..., Any]
+) -> None:
+    base = nearly_f32("blk.0.ffn_down.weight")
+    trained = make_trained(base)
+    permute_rows_of(trained, wrong)
+    report = verify_adapter(base, trained.adapter, tiny_documents(), ours=trained.model)
+    assert failing in failures(report), report.table()
+    assert not any(name.startswith("base") for name in failures(report))
 
 
 # The real model.
