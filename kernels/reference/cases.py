@@ -167,6 +167,64 @@ ATTENTION_CASES = (
 
 
 @dataclass(frozen=True)
+class DeltaRuleCase:
+    """Documents of these lengths in one row; `heads` value heads over `key_heads` key heads."""
+
+    lengths: tuple[int, ...]
+    key_heads: int
+    heads: int
+    key_size: int
+    value_size: int
+    decay: float = 0.5
+    """Size of the log decays."""
+    has_one_key: bool = False
+    """All keys are nearly the same and all betas nearly 1: the inverse of a chunk's system is at its worst."""
+
+    @property
+    def id(self) -> str:
+        documents = "+".join(map(str, self.lengths))
+        sizes = f"{self.heads}of{self.key_heads}x{self.key_size}x{self.value_size}"
+        return f"{documents}x{sizes}_decay{self.decay:g}" + "_one_key" * self.has_one_key
+
+
+DELTA_RULE_CASES = (
+    DeltaRuleCase((1,), 1, 1, 16, 16),
+    DeltaRuleCase((63, 65), 2, 4, 32, 16),
+    DeltaRuleCase((70, 1, 66), 1, 2, 64, 64),
+    DeltaRuleCase((64, 36), 1, 1, 128, 128, decay=20.0),
+    DeltaRuleCase((128,), 1, 1, 64, 32, decay=0.001, has_one_key=True),
+)
+
+
+@dataclass(frozen=True)
+class ConvolutionCase:
+    """Documents of these lengths in one row of `channels` channels, `normed` heads of `head_size` to unit length."""
+
+    lengths: tuple[int, ...]
+    channels: int
+    width: int
+    has_silu: bool = True
+    normed: int = 0
+    head_size: int = 64
+
+    @property
+    def id(self) -> str:
+        documents = "+".join(map(str, self.lengths))
+        return f"{documents}x{self.channels}_taps{self.width}" + "_silu" * self.has_silu + f"_normed{self.normed}"
+
+
+CONVOLUTION_CASES = (
+    ConvolutionCase((1,), 16, 4, has_silu=False),
+    ConvolutionCase((2, 40, 1, 3), 200, 3),
+    ConvolutionCase((33, 70), 320, 4, normed=3),
+)
+
+
+GATED_NORM_CASES = (RowCase(1, 32), RowCase(9, 256, gap=64), RowCase(5, 66, gap=3))
+GATE_CASES = (RowCase(1, 3), RowCase(70, 32))
+
+
+@dataclass(frozen=True)
 class CrossEntropyCase:
     """`rows` of logits over `vocabulary`."""
 

@@ -24,8 +24,12 @@ from pyggtrain.kernels.reference import rope as rope_reference
 from pyggtrain.kernels.reference import swiglu as swiglu_reference
 from pyggtrain.kernels.reference.cases import (
     ATTENTION_CASES,
+    CONVOLUTION_CASES,
     CROSS_ENTROPY_CASES,
+    DELTA_RULE_CASES,
     DEQUANTIZE_CASES,
+    GATE_CASES,
+    GATED_NORM_CASES,
     LINEAR_CROSS_ENTROPY_CASES,
     LORA_CASES,
     ROPE_CASES,
@@ -46,6 +50,12 @@ from pyggtrain.kernels.reference.comparison import (
     relatively_close,
     same_bits,
     within,
+)
+from pyggtrain.kernels.reference.delta_net import (
+    check_convolution,
+    check_delta_gates,
+    check_delta_rule,
+    check_gated_rms_norm,
 )
 
 EPS = 1e-5
@@ -287,6 +297,10 @@ CHECKS: dict[str, list[Check]] = {
     "swiglu": [Check(case.id, partial(check_swiglu, case)) for case in ROW_CASES],
     "lora": [Check(case.id, partial(check_lora_backward, case)) for case in LORA_CASES],
     "attention": [Check(case.id, partial(check_attention, case)) for case in ATTENTION_CASES],
+    "gated_delta_rule": [Check(case.id, partial(check_delta_rule, case)) for case in DELTA_RULE_CASES],
+    "causal_conv1d": [Check(case.id, partial(check_convolution, case)) for case in CONVOLUTION_CASES],
+    "gated_rms_norm": [Check(case.id, partial(check_gated_rms_norm, case)) for case in GATED_NORM_CASES],
+    "delta_gates": [Check(case.id, partial(check_delta_gates, case)) for case in GATE_CASES],
     "cross_entropy": [Check(case.id, partial(check_cross_entropy, case)) for case in CROSS_ENTROPY_CASES],
     "linear_cross_entropy": [
         Check(case.id, partial(check_linear_cross_entropy, case)) for case in LINEAR_CROSS_ENTROPY_CASES

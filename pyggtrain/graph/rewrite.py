@@ -5,6 +5,7 @@
 * `order_memory`: llama.cpp writes into caches and states and reads views of them later, ordered by nothing but the
   order of computing. Here every write makes a new version, and a view reads the version that was there when it ran.
 * `name_masks`: an attention whose mask is an input carries the mask's meaning in its name and reads no mask.
+* `empty_states.drop_empty_states`: recurrences that begin with an empty state know documents instead.
 * `name_rows_of_tokens`: rows that are picked by n-grams of tokens are known as such.
 * `join`: a norm and its weight, a product and its bias become one node, for the project's own operations.
 * `without_gradient`: weights that only choose are no longer called trainable.
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pyggtrain.graph.empty_states import drop_empty_states
 from pyggtrain.graph.ir import Graph, Ngrams, Node
 
 PRODUCTS = frozenset({"MUL_MAT", "MUL_MAT_ID"})
@@ -175,7 +177,7 @@ def without_gradient(graph: Graph, reach: Reach) -> Reach:
 def rewritten(graph: Graph) -> tuple[Graph, Reach]:
     """All passes in turn: the graph to train with, and which weights an adapter on it can train."""
     graph, reach = take_out_adapter(graph)
-    graph = join(order_memory(name_masks(forward_casts(graph))))
+    graph = join(drop_empty_states(prune(order_memory(name_masks(forward_casts(graph))))))
     return graph, without_gradient(graph, reach)
 
 

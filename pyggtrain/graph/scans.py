@@ -7,7 +7,9 @@ State space (Dao & Gu 2024, eq. 6 and 20): y_t = Σ_{s <= t} exp(G_t - G_s) (c_t
 
 Gated delta rule (Yang et al. 2024, section 3.3): the values u that really enter the state solve a unit lower triangular
 system, u_t = b_t (v_t - exp(G_t) S k_t - Σ_{s < t} exp(G_t - G_s) (k_t·k_s) u_s), and then y is as above with q, k, u
-for c, b, x. Decays are one for each head, or one for each channel of a key, which then stands inside the dot products.
+for c, b, x. (With a decay for each head and documents `ops.gated_delta_rule` does it.) RWKV-6 and 7 (Peng et al. 2024,
+eq. 17; 2025) are of these two kinds. Decays are one for each head, or one for each channel of a key, which then stands
+inside the dot products.
 """
 
 import math
@@ -43,6 +45,36 @@ def state_space(
         last = g_t[:, :, -1:]
         state = last.exp() * state + x_t.transpose(-1, -2) @ (b_t * (last - g_t).exp())
     return torch.cat(outputs, 2).transpose(1, 2), state
+
+
+def state_space_by_state(
+    x: torch.Tensor, log_decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S_t = S_{t-1} diag(exp log_decay_t) + x_t b_tᵀ, y_t = S_t c_t: as `state_space`, one decay for each state.
+
+    The states of a chunk are made by doubling (Hillis & Steele 1986): two tokens' steps are one step with the product
+    of their decays, so log2 of a chunk's length passes over all of it replace as many small steps as it has tokens.
+
+    Args:
+        x: [Q, T, H, P].
+        log_decay: [Q, T, H, N], at most 0.
+        b, c: [Q, T, H, N].
+        state: S_0, [Q, H, P, N].
+    """
+    outputs = []
+    for first in range(0, x.shape[1], CHUNK):
+        x_t, g_t, b_t, c_t = (part[:, first : first + CHUNK] for part in (x, log_decay, b, c))
+        entering, decay = x_t.unsqueeze(-1) * b_t.unsqueeze(-2), g_t.exp().unsqueeze(-2)
+        entering = torch.cat([entering[:, :1] + decay[:, :1] * state.unsqueeze(1), entering[:, 1:]], 1)
+        distance = 1
+        while distance < x_t.shape[1]:
+            faded = decay[:, distance:] * entering[:, :-distance]
+            entering = torch.cat([entering[:, :distance], entering[:, distance:] + faded], 1)
+            decay = torch.cat([decay[:, :distance], decay[:, distance:] * decay[:, :-distance]], 1)
+            distance *= 2
+        outputs.append((entering @ c_t.unsqueeze(-1)).squeeze(-1))
+        state = entering[:, -1]
+    return torch.cat(outputs, 1), state
 
 
 def gated_delta_rule(
@@ -85,6 +117,89 @@ def gated_delta_rule(
         last = g_t[:, :, -1:]
         state = state * last.exp() + u_t.transpose(-1, -2) @ (k_t * (last - g_t).exp())
     return torch.cat(outputs, 2).transpose(1, 2), state
+
+
+def rwkv_6(
+    k: torch.Tensor, v: torch.Tensor, r: torch.Tensor, decay: torch.Tensor, bonus: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y_t = (S_{t-1} + v_t (u ∘ k_t)ᵀ) r_t, S_t = S_{t-1} diag(w_t) + v_t k_tᵀ.
+
+    Args:
+        k, v, r: [Q, T, H, K].
+        decay: w, [Q, T, H, K], above 0 and at most 1.
+        bonus: u, [H, K].
+        state: S_0, [Q, H, K, K].
+
+    Returns:
+        y [Q, T, H, K] and the last state.
+    """
+    outputs = []
+    k, v, r, log_decay = (part.transpose(1, 2) for part in (k, v, r, _log(decay)))
+    for first in range(0, k.shape[2], CHUNK_BY_CHANNEL):
+        k_t, v_t, r_t, g_t = (part[:, :, first : first + CHUNK_BY_CHANNEL] for part in (k, v, r, log_decay))
+        # A token meets the state before its own decay.
+        before, g_t = g_t.cumsum(2) - g_t, g_t.cumsum(2)
+        pairs = (r_t.unsqueeze(-2) * _faded_between(before, g_t) * k_t.unsqueeze(-3)).sum(-1)
+        own = (r_t * bonus.unsqueeze(-2) * k_t).sum(-1, keepdim=True) * v_t
+        outputs.append(pairs @ v_t + own + (r_t * before.exp()) @ state.transpose(-1, -2))
+        last = g_t[:, :, -1:]
+        state = state * last.exp() + v_t.transpose(-1, -2) @ (k_t * (last - g_t).exp())
+    return torch.cat(outputs, 2).transpose(1, 2), state
+
+
+def rwkv_7(
+    r: torch.Tensor,
+    decay: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S_t = S_{t-1} diag(w_t) + (S_{t-1} a_t) b_tᵀ + v_t k_tᵀ, y_t = S_t r_t.
+
+    What token t takes out, z_t = S_{t-1} a_t, depends on what earlier ones of its chunk took out: a unit lower
+    triangular system, as in the delta rule.
+
+    Args:
+        r, k, v, a, b: [Q, T, H, K].
+        decay: w, [Q, T, H, K], above 0 and at most 1.
+        state: S_0, [Q, H, K, K].
+
+    Returns:
+        y [Q, T, H, K] and the last state.
+    """
+    outputs = []
+    r, k, v, a, b, log_decay = (part.transpose(1, 2) for part in (r, k, v, a, b, _log(decay)))
+    for first in range(0, k.shape[2], CHUNK_BY_CHANNEL):
+        r_t, k_t, v_t, a_t, b_t, g_t = (
+            part[:, :, first : first + CHUNK_BY_CHANNEL] for part in (r, k, v, a, b, log_decay)
+        )
+        before, g_t = g_t.cumsum(2) - g_t, g_t.cumsum(2)
+        a_faded = a_t.unsqueeze(-2) * _faded_between(before, g_t)
+        r_faded = r_t.unsqueeze(-2) * _faded(g_t)
+        of_b, of_k = ((a_faded * part.unsqueeze(-3)).sum(-1) for part in (b_t, k_t))
+        wanted = (a_t * before.exp()) @ state.transpose(-1, -2) + of_k @ v_t
+        # Of the system only what lies below the diagonal is read; that is 1.
+        z_t = torch.linalg.solve_triangular(-of_b, wanted, upper=False, unitriangular=True)
+        of_b, of_k = ((r_faded * part.unsqueeze(-3)).sum(-1) for part in (b_t, k_t))
+        outputs.append((r_t * g_t.exp()) @ state.transpose(-1, -2) + of_b @ z_t + of_k @ v_t)
+        last = g_t[:, :, -1:]
+        left = (last - g_t).exp()
+        state = state * last.exp() + z_t.transpose(-1, -2) @ (b_t * left) + v_t.transpose(-1, -2) @ (k_t * left)
+    return torch.cat(outputs, 2).transpose(1, 2), state
+
+
+def _log(decay: torch.Tensor) -> torch.Tensor:
+    """A decay that has underflown to 0 has no logarithm; what it leaves of a state is as little as nothing."""
+    return decay.clamp(min=1e-30).log()
+
+
+def _faded_between(before: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """exp(before_t - G_s) for s < t, else 0: [.., T, K] each -> [.., T, T, K]."""
+    num_tokens = g.shape[-2]
+    is_not_earlier = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=g.device).triu().unsqueeze(-1)
+    return (before.unsqueeze(-2) - g.unsqueeze(-3)).masked_fill(is_not_earlier, -math.inf).exp()
 
 
 def _faded(g: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,11 @@ experts, J chosen experts of a token, C chunk, P rotated pairs.
 """
 
 from pyggtrain.ops.attention import Documents, attention
+from pyggtrain.ops.causal_conv1d import causal_conv1d
 from pyggtrain.ops.dequantize import dequantize
 from pyggtrain.ops.embedding import embedding
 from pyggtrain.ops.expert_linear import expert_linear
+from pyggtrain.ops.gated_delta_rule import gated_delta_rule
 from pyggtrain.ops.linear_cross_entropy import linear_cross_entropy
 from pyggtrain.ops.log_probs import log_probs
 from pyggtrain.ops.lora_linear import lora_linear
@@ -23,9 +25,11 @@ __all__ = [
     "Documents",
     "RopeTables",
     "attention",
+    "causal_conv1d",
     "dequantize",
     "embedding",
     "expert_linear",
+    "gated_delta_rule",
     "linear_cross_entropy",
     "log_probs",
     "lora_linear",

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pyggtrain.kernels.gated_delta_rule.chunks import Chunks
+
 if TYPE_CHECKING:
     from pyggtrain.kernels.attention.mask import AttentionMask
 
@@ -52,6 +54,13 @@ class Documents:
             self.use_mask(AttentionMask.from_documents(self.cu_seqlens.to(device), self.bounds[-1]))
         mask: AttentionMask = self.__dict__["_mask"]
         return mask
+
+    def chunks(self, device: torch.device) -> Chunks:
+        """Where documents and their chunks begin, for `ops.gated_delta_rule`."""
+        made: dict[torch.device, Chunks] = self.__dict__.setdefault("_chunks", {})
+        if device not in made:
+            made[device] = Chunks.from_bounds(self.bounds, device)
+        return made[device]
 
     def use_mask(self, mask: "AttentionMask") -> None:
         """Take a mask that is there already, such as one that a CUDA graph reads at a fixed place."""

@@ -22,6 +22,8 @@ ELSEWHERE = {
     *("FLASH_ATTN_EXT", "FLASH_ATTN_EXT.kq_mask", "FLASH_ATTN_EXT.kq_mask_swa", "SOFT_MAX"),
     *("ROPE", "ROPE_BACK"),
     *("GATED_DELTA_NET", "RWKV_WKV6", "RWKV_WKV7", "SSM_CONV", "SSM_SCAN"),
+    *("CONCAT.empty", "GATED_DELTA_NET.empty", "RWKV_WKV6.empty", "RWKV_WKV7.empty"),
+    *("SSM_CONV.empty", "SSM_SCAN.empty"),
 }
 
 

@@ -378,17 +378,23 @@ def _input_names(region: torch.nn.Module) -> list[str]:
     return [step.name for step in region.steps]  # type: ignore[union-attr]
 
 
-def test_recurrent_models_say_once_that_documents_run_one_by_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_state_that_is_not_known_to_be_empty_makes_documents_run_one_by_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_tiny(tmp_path / "mamba2.gguf", "mamba2")
+    file = GGUFFile.open(write_tiny(tmp_path / "mamba2.gguf", "mamba2"))
+    batch = documents(5, 70, 6)
+    at_once = ImportedModel(file, compute="exact")
+    assert not at_once.takes_one_document
+    monkeypatch.setattr("pyggtrain.graph.rewrite.drop_empty_states", lambda graph: graph)
     with caplog.at_level(logging.INFO, logger="pyggtrain.graph.model"):
-        model = ImportedModel(GGUFFile.open(path))
-        model.loss(documents(5, 6))
-    assert model.takes_one_document
+        one_by_one = ImportedModel(file, compute="exact")
+        one_by_one.loss(batch)
+    assert one_by_one.takes_one_document
     assert [record.message for record in caplog.records] == [
         "mamba2 carries a state from token to token: documents run one after another."
     ]
+    with torch.no_grad():
+        assert relative(at_once.logits(batch), one_by_one.logits(batch)) < 1e-6
 
 
 def test_an_encoder_is_refused(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,7 @@ def test_gated_delta_rule_follows_its_recurrence(num_decays: int) -> None:
 def test_rwkv_recurrences_follow_their_equations() -> None:
     num_tokens, num_heads, width = 3, 2, 2
     r, w, k, v, a, b = (random(1, num_tokens, num_heads, width, seed=seed) for seed in range(6))
+    w = w.detach().sigmoid().requires_grad_()
     u, state = random(1, 1, num_heads, width, seed=6), random(1, 1, 1, num_heads * width * width, seed=7)
     size = num_tokens * num_heads * width + num_heads * width * width
     six = kernel_of("RWKV_WKV6", shape=(1, 1, 1, size))
@@ -237,3 +238,93 @@ def test_rwkv_recurrences_follow_their_equations() -> None:
     torch.testing.assert_close(seven(FRAME, r, w, k, v, a, b, state).flatten(), wanted_seven)
     check_gradients(six, k, v, r, u, w, state)
     check_gradients(seven, r, w, k, v, a, b, state)
+
+
+# Recurrences that know documents: the same as the one that is given a state, on each document with an empty one.
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return random(1, 5, *shape, seed=seed)
+
+
+def of_each_document(op: str, sources: list[torch.Tensor], state_at: int, state: tuple[int, ...], **options):  # type: ignore[no-untyped-def]
+    """What `op` with a state gives for each document of `BATCH`; sources with 5 tokens in dimension 1 are cut."""
+    outputs = []
+    for start, end in ((0, 3), (3, 5)):
+        parts = [x[:, start:end] if x.shape[1] == 5 else x for x in sources]
+        parts.insert(state_at, torch.zeros(state, dtype=torch.float64))
+        num_outputs = (end - start) * options["width"]
+        kernel = kernel_of(op, {0: 1}, (1, 1, 1, num_outputs + math.prod(state)))
+        frame = Frame(Batch.from_documents([([1] * (end - start),) * 2]), torch.arange(end - start))
+        outputs.append(kernel(frame, *parts, *options.get("rest", ())).flatten()[:num_outputs])
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("num_decays", [1, 4], ids=["decay per head", "decay per channel"])
+def test_gated_delta_rule_begins_anew_with_each_document(num_decays: int) -> None:
+    g = -tokens(4, num_decays, seed=3).detach().abs()
+    sources = [tokens(2, 4), tokens(2, 4, seed=1), tokens(4, 4, seed=2), g.requires_grad_(), tokens(4, 1, seed=4)]
+    kernel = kernel_of("GATED_DELTA_NET.empty")
+    found = kernel(FRAME, *sources)
+    assert found.shape == (1, 5, 4, 4)
+    wanted = of_each_document("GATED_DELTA_NET", sources, 5, (1, 4, 4, 4), width=16)
+    torch.testing.assert_close(found.flatten(), wanted)
+    check_gradients(kernel, *sources)
+
+
+@pytest.mark.parametrize("num_decays", [1, 3], ids=["decay per head", "decay per state"])
+def test_state_space_scan_begins_anew_with_each_document(num_decays: int) -> None:
+    x, dt, a = tokens(2, 2), random(1, 1, 5, 2, seed=1), -random(1, 1, 2, num_decays, seed=2).detach().abs()
+    b, c = tokens(1, 3, seed=3), tokens(1, 3, seed=4)
+    kernel = kernel_of("SSM_SCAN.empty")
+    found = kernel(FRAME, x, dt, a, b, c)
+    assert found.shape == (1, 5, 2, 2)
+    outputs = []
+    for start, end in ((0, 3), (3, 5)):
+        part = slice(start, end)
+        frame = Frame(Batch.from_documents([([1] * (end - start),) * 2]), torch.arange(end - start))
+        whole = kernel_of("SSM_SCAN", shape=(1, 1, 1, (end - start) * 4 + 12))(
+            frame,
+            torch.zeros(1, 2, 2, 3, dtype=torch.float64),
+            x[:, part],
+            dt[:, :, part],
+            a,
+            b[:, part],
+            c[:, part],
+            torch.zeros(1, 1, 1, 1),
+        )
+        outputs.append(whole.flatten()[: (end - start) * 4])
+    torch.testing.assert_close(found.flatten(), torch.cat(outputs))
+    check_gradients(kernel, x, dt, a.requires_grad_(), b, c)
+
+
+def test_rwkv_begins_anew_with_each_document() -> None:
+    k, v, r, w, a, b = (tokens(2, 2, seed=seed) for seed in range(6))
+    w = w.detach().sigmoid().requires_grad_()
+    u = random(1, 1, 2, 2, seed=6)
+    six, seven = kernel_of("RWKV_WKV6.empty"), kernel_of("RWKV_WKV7.empty")
+    wanted_six = of_each_document("RWKV_WKV6", [k, v, r, u, w], 5, (1, 2, 2, 2), width=4)
+    wanted_seven = of_each_document("RWKV_WKV7", [r, w, k, v, a, b], 6, (1, 2, 2, 2), width=4)
+    torch.testing.assert_close(six(FRAME, k, v, r, u, w).flatten(), wanted_six)
+    torch.testing.assert_close(seven(FRAME, r, w, k, v, a, b).flatten(), wanted_seven)
+    check_gradients(six, k, v, r, u, w)
+    check_gradients(seven, r, w, k, v, a, b)
+
+
+def test_convolution_begins_anew_with_each_document() -> None:
+    x, weight = random(1, 1, 2, 5), random(1, 1, 2, 3, seed=1).detach()
+    kernel = kernel_of("SSM_CONV.empty")
+    found = kernel(FRAME, x, weight)
+    for start, end in ((0, 3), (3, 5)):
+        padded = torch.nn.functional.pad(x[..., start:end], (2, 0))
+        torch.testing.assert_close(found[:, :, start:end], kernel_of("SSM_CONV")(FRAME, padded, weight))
+    check_gradients(lambda frame, x: kernel(frame, x, weight), x)
+
+
+def test_the_token_before_is_none_for_the_first_of_a_document() -> None:
+    x = random(1, 1, 5, 2)
+    kernel = kernel_of("CONCAT.empty", {0: 2})
+    zero = torch.zeros(2, dtype=torch.float64)
+    wanted = torch.stack([zero, x[0, 0, 0], x[0, 0, 1], zero, x[0, 0, 3]])
+    torch.testing.assert_close(kernel(FRAME, x[:, :, :-1])[0, 0], wanted)
+    check_gradients(lambda frame, x: kernel(frame, x[:, :, :-1]), x)

@@ -24,16 +24,44 @@ from pyggtrain.kernels.attention.backward import (
     attention_bwd_rows_kernel,
 )
 from pyggtrain.kernels.attention.forward import FORWARD_TILES, attention_fwd_kernel
+from pyggtrain.kernels.causal_conv1d import (
+    causal_conv1d_bwd_activation_kernel,
+    causal_conv1d_bwd_kernel,
+    causal_conv1d_fwd_kernel,
+)
 from pyggtrain.kernels.cross_entropy import cross_entropy_kernel
+from pyggtrain.kernels.delta_gates import delta_gates_bwd_kernel, delta_gates_fwd_kernel
 from pyggtrain.kernels.dequant import DECODERS
 from pyggtrain.kernels.dequant.kernel import decoder_of, dequantize_kernel
+from pyggtrain.kernels.gated_delta_rule.backward import (
+    D_STATES_TILE,
+    DQK_TILE,
+    DU_TILE,
+    DV_TILE,
+    delta_rule_d_states_kernel,
+    delta_rule_dqk_kernel,
+    delta_rule_du_kernel,
+    delta_rule_dv_kernel,
+)
+from pyggtrain.kernels.gated_delta_rule.forward import (
+    OUTPUT_TILE,
+    STATES_TILE,
+    SYSTEM_TILE,
+    W_U_TILE,
+    delta_rule_inverse_kernel,
+    delta_rule_output_kernel,
+    delta_rule_states_kernel,
+    delta_rule_system_kernel,
+    delta_rule_w_u_kernel,
+)
+from pyggtrain.kernels.gated_rms_norm import gated_rms_norm_bwd_kernel, gated_rms_norm_fwd_kernel
 from pyggtrain.kernels.lora import lora_extend_kernel
 from pyggtrain.kernels.rms_norm import rms_norm_bwd_kernel, rms_norm_fwd_kernel
 from pyggtrain.kernels.rope import rope_kernel
 from pyggtrain.kernels.swiglu import swiglu_bwd_kernel, swiglu_fwd_kernel
 
 
-FLOATS = ("eps", "scale0", "scale1", "scale2", "sin_sign", "gradient_scale", "softmax_scale", "softcap")
+FLOATS = ("eps", "scale0", "scale1", "scale2", "sin_sign", "gradient_scale", "softmax_scale", "softcap", "scale")
 
 
 def compile(kernel, constants, *, float32=(), other=(), **options):
@@ -70,6 +98,30 @@ for kernel, tiles in (
     heads |= dict(HAS_SINKS=True) if kernel is attention_fwd_kernel else {}
     compile(kernel, heads, float32=kept, other=masks, num_warps=tile.num_warps, num_stages=tile.num_stages)
 compile(attention_bwd_rows_kernel, dict(K=128, BK=128, BT=64), float32=kept)
+gates = ("p_decay", "p_beta", "p_a", "p_dt", "p_d_decay", "p_d_beta", "p_alpha", "p_b", "p_d_alpha", "p_d_b")
+tables = dict.fromkeys(("p_first_token", "p_cu_seqlens", "p_first_chunk"), "*i32")
+for kernel, tile in (
+    (delta_rule_system_kernel, SYSTEM_TILE),
+    (delta_rule_w_u_kernel, W_U_TILE),
+    (delta_rule_states_kernel, STATES_TILE),
+    (delta_rule_output_kernel, OUTPUT_TILE),
+    (delta_rule_du_kernel, DU_TILE),
+    (delta_rule_d_states_kernel, D_STATES_TILE),
+    (delta_rule_dv_kernel, DV_TILE),
+    (delta_rule_dqk_kernel, DQK_TILE),
+):
+    sizes = dict(C=64, K=128, V=128, BV=tile.values, PRECISION="tf32x3")
+    sizes = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+    compile(kernel, sizes, float32=(*gates, "p_system", "p_inverse"), other=tables, **options)
+compile(delta_rule_inverse_kernel, dict(C=64, PRECISION="tf32x3"), float32=("p_system",), num_warps=1)
+for kernel in (causal_conv1d_fwd_kernel, causal_conv1d_bwd_activation_kernel, causal_conv1d_bwd_kernel):
+    taps = dict(WIDTH=4, BW=4, BT=16, BC=128) | (dict(HAS_SILU=True) if kernel is causal_conv1d_fwd_kernel else {})
+    compile(kernel, taps, float32=("p_weight",), other=tables)
+for kernel in (gated_rms_norm_fwd_kernel, gated_rms_norm_bwd_kernel):
+    compile(kernel, dict(V=128, BV=128, BR=16), float32=("p_weight",))
+for kernel in (delta_gates_fwd_kernel, delta_gates_bwd_kernel):
+    compile(kernel, dict(G=32, BG=32, BT=32), float32=gates)
 for type, decoder in DECODERS.items():
     constants = dict(
         decode=decoder_of(type),

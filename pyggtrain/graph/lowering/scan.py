@@ -1,18 +1,22 @@
 """Recurrences over time: short convolutions and the state updates of linear-time models.
 
-Every lowering here begins from the state that it is given, which in training is empty, and takes one document at a time
-(`model` sees to that). Results and final states share one block of memory in ggml, so they do here.
+There are two lowerings of each. One begins from the state that it is given, takes one document at a time (`model` sees
+to that), and puts final states behind its results, as ggml does. The other ("<op>.empty", see `graph.empty_states`)
+reads no state and begins anew with each document.
 """
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch.nn import functional
 
+from pyggtrain import ops
 from pyggtrain.graph.frame import Frame
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.kernel import Kernel, Lowering
-from pyggtrain.graph.scans import gated_delta_rule, state_space
+from pyggtrain.graph.scans import gated_delta_rule, rwkv_6, rwkv_7, state_space, state_space_by_state
 
 
 def _ssm_conv(graph: Graph, node: Node) -> Kernel:
@@ -24,6 +28,16 @@ def _ssm_conv(graph: Graph, node: Node) -> Kernel:
         num_channels, width = weight.shape[-2:]
         y = functional.conv1d(x[0], weight.to(x.dtype).reshape(num_channels, 1, width), groups=num_channels)
         return y.transpose(1, 2).unsqueeze(0)
+
+    return kernel
+
+
+def _ssm_conv_empty(graph: Graph, node: Node) -> Kernel:
+    """Depthwise causal convolution inside documents: x [1, 1, C, T], w [C, W] -> [1, 1, T, C]."""
+
+    def kernel(frame: Frame, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        weight_CW = _at_least_float32(weight, x).reshape(weight.shape[-2:])
+        return ops.causal_conv1d(x[0, 0].t(), weight_CW, frame.batch.documents)[None, None]
 
     return kernel
 
@@ -46,23 +60,36 @@ def _ssm_scan(graph: Graph, node: Node) -> Kernel:
         c: torch.Tensor,
         ids: torch.Tensor,
     ) -> torch.Tensor:
-        num_heads = x.shape[2]
-        state = states[ids.reshape(-1).long()]
-        delta = functional.softplus(dt[0], threshold=20)
-        b, c = (part.repeat_interleave(num_heads // part.shape[2], 2) for part in (b, c))
-        a = a.to(x.dtype).reshape(num_heads, -1)
-        if a.shape[1] == 1:
-            y, state = state_space(x * delta.unsqueeze(-1), delta * a.squeeze(1), b, c, state)
-            return _with_states(y, [state], frame.shape(node.shape))
-        decay = torch.exp(delta.unsqueeze(-1) * a)
-        inputs = (x * delta.unsqueeze(-1)).unsqueeze(-1) * b.unsqueeze(-2)
-        outputs = []
-        for time in range(x.shape[1]):
-            state = state * decay[:, time].unsqueeze(-2) + inputs[:, time]
-            outputs.append((state @ c[:, time].unsqueeze(-1)).squeeze(-1))
-        return _with_states(torch.stack(outputs, 1), [state], frame.shape(node.shape))
+        y, state = _selective_scan(states[ids.reshape(-1).long()], x, dt[0], a, b, c)
+        return _with_states(y, [state], frame.shape(node.shape))
 
     return kernel
+
+
+def _ssm_scan_empty(graph: Graph, node: Node) -> Kernel:
+    """As `_ssm_scan`, from an empty state in each document: [1, T, H, P]."""
+
+    def kernel(
+        frame: Frame, x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor:
+        state = x.new_zeros(1, *x.shape[2:], b.shape[-1])
+
+        return _each_document(frame, lambda x, dt, b, c: _selective_scan(state, x, dt, a, b, c)[0], x, dt[0], b, c)
+
+    return kernel
+
+
+def _selective_scan(
+    state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y [Q, T, H, P] and the last state; dt [Q, T, H], the rest as for `_ssm_scan`."""
+    num_heads = x.shape[2]
+    delta = functional.softplus(dt, threshold=20)
+    b, c = (part.repeat_interleave(num_heads // part.shape[2], 2) for part in (b, c))
+    a = a.to(x.dtype).reshape(num_heads, -1)
+    if a.shape[1] == 1:
+        return state_space(x * delta.unsqueeze(-1), delta * a.squeeze(1), b, c, state)
+    return state_space_by_state(x * delta.unsqueeze(-1), delta.unsqueeze(-1) * a, b, c, state)
 
 
 def _gated_delta_net(graph: Graph, node: Node) -> Kernel:
@@ -104,6 +131,31 @@ def _gated_delta_net(graph: Graph, node: Node) -> Kernel:
     return kernel
 
 
+def _gated_delta_net_empty(graph: Graph, node: Node) -> Kernel:
+    """As `_gated_delta_net`, from an empty state in each document: [1, T, H, V]."""
+
+    def kernel(
+        frame: Frame, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
+        _, _, num_heads, width = v.shape
+        scale = 1 / math.sqrt(width)
+        if g.shape[-1] == 1:
+            chunks = frame.batch.documents.chunks(frame.rows.device)
+            log_decay_TG, beta_TG = (_at_least_float32(gate[0, ..., 0], v) for gate in (g, beta))
+            return ops.gated_delta_rule(q[0], k[0], v[0], log_decay_TG, beta_TG, chunks, scale=scale).unsqueeze(0)
+        q, k = (x.repeat(1, 1, num_heads // x.shape[2], 1) for x in (q, k))
+        state = v.new_zeros(1, num_heads, width, q.shape[-1])
+
+        def of_document(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+        ) -> torch.Tensor:
+            return gated_delta_rule(q, k, v, g, beta, state)[0] * scale
+
+        return _each_document(frame, of_document, q, k, v, g, beta)
+
+    return kernel
+
+
 def _rwkv_wkv6(graph: Graph, node: Node) -> Kernel:
     """RWKV-6 (Peng et al. 2024, eq. 17): y_t = (S_{t-1} + diag(u) k_t v_tᵀ)ᵀ r_t, S_t = diag(w_t) S_{t-1} + k_t v_tᵀ.
 
@@ -122,15 +174,31 @@ def _rwkv_wkv6(graph: Graph, node: Node) -> Kernel:
         num_heads, width = k.shape[-2:]
         states = state.reshape(-1, num_heads, width, width)
         k, v, r, w = (x.reshape(states.shape[0], -1, num_heads, width) for x in (k, v, r, w))
-        bonus = u.to(k.dtype).reshape(num_heads, width, 1)
-        outputs = []
-        for time in range(k.shape[1]):
-            new = k[:, time].unsqueeze(-1) * v[:, time].unsqueeze(-2)
-            outputs.append(((states + bonus * new) * r[:, time].unsqueeze(-1)).sum(-2))
-            states = states * w[:, time].unsqueeze(-1) + new
-        return _with_states(torch.stack(outputs, 1), [states], frame.shape(node.shape))
+        y, states = _wkv6(states, k, v, r, w, u)
+        return _with_states(y, [states], frame.shape(node.shape))
 
     return kernel
+
+
+def _rwkv_wkv6_empty(graph: Graph, node: Node) -> Kernel:
+    """As `_rwkv_wkv6`, from an empty state in each document: [1, T, H, K]."""
+
+    def kernel(
+        frame: Frame, k: torch.Tensor, v: torch.Tensor, r: torch.Tensor, u: torch.Tensor, w: torch.Tensor
+    ) -> torch.Tensor:
+        state = k.new_zeros(1, k.shape[-2], k.shape[-1], k.shape[-1])
+        k, v, r, w = (x.reshape(1, -1, *state.shape[1:3]) for x in (k, v, r, w))
+        return _each_document(frame, lambda k, v, r, w: _wkv6(state, k, v, r, w, u)[0], k, v, r, w)
+
+    return kernel
+
+
+def _wkv6(
+    state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, r: torch.Tensor, w: torch.Tensor, u: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and the last state, whose rows are ggml's columns."""
+    y, state = rwkv_6(k, v, r, w, u.to(k.dtype).reshape(k.shape[-2:]), state.transpose(-1, -2))
+    return y, state.transpose(-1, -2)
 
 
 def _rwkv_wkv7(graph: Graph, node: Node) -> Kernel:
@@ -152,14 +220,45 @@ def _rwkv_wkv7(graph: Graph, node: Node) -> Kernel:
         num_heads, width = k.shape[-2:]
         states = state.reshape(-1, num_heads, width, width)
         r, w, k, v, a, b = (x.reshape(states.shape[0], -1, num_heads, width) for x in (r, w, k, v, a, b))
-        outputs = []
-        for time in range(k.shape[1]):
-            removed = (states @ a[:, time].unsqueeze(-1)) * b[:, time].unsqueeze(-2)
-            states = states * w[:, time].unsqueeze(-2) + removed + v[:, time].unsqueeze(-1) * k[:, time].unsqueeze(-2)
-            outputs.append((states @ r[:, time].unsqueeze(-1)).squeeze(-1))
-        return _with_states(torch.stack(outputs, 1), [states], frame.shape(node.shape))
+        y, states = rwkv_7(r, w, k, v, a, b, states)
+        return _with_states(y, [states], frame.shape(node.shape))
 
     return kernel
+
+
+def _rwkv_wkv7_empty(graph: Graph, node: Node) -> Kernel:
+    """As `_rwkv_wkv7`, from an empty state in each document: [1, T, H, K]."""
+
+    def kernel(frame: Frame, *parts: torch.Tensor) -> torch.Tensor:
+        num_heads, width = parts[0].shape[-2:]
+        state = parts[0].new_zeros(1, num_heads, width, width)
+        values = [x.reshape(1, -1, num_heads, width) for x in parts]
+        return _each_document(frame, lambda r, w, k, v, a, b: rwkv_7(r, w, k, v, a, b, state)[0], *values)
+
+    return kernel
+
+
+def _concat_empty(graph: Graph, node: Node) -> Kernel:
+    """The row of the token before, nothing for a document's first: rows of all tokens but the last -> of all tokens."""
+    dim = node.integer(0)
+
+    def kernel(frame: Frame, x: torch.Tensor) -> torch.Tensor:
+        none = x.new_zeros([1 if axis == dim else size for axis, size in enumerate(x.shape)])
+        is_first = (frame.batch.positions_T == 0).reshape([-1 if axis == dim else 1 for axis in range(4)])
+        return torch.cat([none, x], dim).masked_fill(is_first, 0.0)
+
+    return kernel
+
+
+def _each_document(frame: Frame, of_document: Callable[..., torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+    """What a function gives for each document's part of the values [1, T, ..], one after another."""
+    outputs = [of_document(*(x[:, start:end] for x in values)) for start, end in pairwise(frame.batch.documents.bounds)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+
+def _at_least_float32(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Gates and taps stay float32 beside values in half precision."""
+    return x.to(torch.promote_types(like.dtype, torch.float32))
 
 
 def _with_states(outputs: torch.Tensor, states: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
@@ -175,4 +274,10 @@ LOWERINGS: dict[str, Lowering] = {
     "RWKV_WKV7": _rwkv_wkv7,
     "SSM_CONV": _ssm_conv,
     "SSM_SCAN": _ssm_scan,
+    "CONCAT.empty": _concat_empty,
+    "GATED_DELTA_NET.empty": _gated_delta_net_empty,
+    "RWKV_WKV6.empty": _rwkv_wkv6_empty,
+    "RWKV_WKV7.empty": _rwkv_wkv7_empty,
+    "SSM_CONV.empty": _ssm_conv_empty,
+    "SSM_SCAN.empty": _ssm_scan_empty,
 }

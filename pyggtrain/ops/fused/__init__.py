@@ -5,6 +5,7 @@ little (`Kept`), backward makes the rest again, and what can be done in one pass
 low-rank pairs inside the big products (`kernels/lora.py`).
 
     attention_block   x + output(attention(rope(qkv(norm(x)))))
+    delta_block       x + output(gated_norm(delta_rule(conv(qkv(norm(x)))), gate(norm(x))))
     feed_forward      x + down(silu(gate(y)) ∘ up(y)),  y = norm(x)
 
 On a GPU everything runs in the dtype of x (bfloat16 or float16) with sums in float32; gradients of pairs are float32,
@@ -15,12 +16,14 @@ torch's own products.
 
 from pyggtrain.ops.fused.attention_block import AttentionBlock, attention_block
 from pyggtrain.ops.fused.cpu import can_fuse_on_cpu, cpu_attention_block, cpu_feed_forward
+from pyggtrain.ops.fused.delta_block import DeltaBlock, delta_block
 from pyggtrain.ops.fused.feed_forward import FeedForward, feed_forward
 from pyggtrain.ops.fused.kept import Kept
 from pyggtrain.ops.fused.linear_group import LinearGroup, Pair
 
 __all__ = [
     "AttentionBlock",
+    "DeltaBlock",
     "FeedForward",
     "Kept",
     "LinearGroup",
@@ -29,5 +32,6 @@ __all__ = [
     "can_fuse_on_cpu",
     "cpu_attention_block",
     "cpu_feed_forward",
+    "delta_block",
     "feed_forward",
 ]

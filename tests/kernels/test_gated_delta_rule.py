@@ -1,0 +1,53 @@
+import pytest
+import torch
+from pyggtrain.kernels.gated_delta_rule.backward import gated_delta_rule_backward
+from pyggtrain.kernels.gated_delta_rule.chunks import Chunks
+from pyggtrain.kernels.gated_delta_rule.forward import gated_delta_rule_forward
+from pyggtrain.kernels.reference.cases import DeltaRuleCase
+from pyggtrain.kernels.reference.checks import CHECKS, Check
+from pyggtrain.kernels.reference.comparison import as_near_as_torch
+from pyggtrain.kernels.reference.delta_net import delta_rule_inputs, leaves_of, plain_delta_rule
+
+from pyggtrain import ops
+
+
+@pytest.mark.parametrize("check", CHECKS["gated_delta_rule"], ids=lambda check: check.id)
+def test_forward_and_backward_are_as_close_to_float64_as_torch(
+    check: Check, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    for dtype in dtypes:
+        for comparison in check.run(dtype, device):
+            assert comparison.passed, (dtype, comparison)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        DeltaRuleCase((2048,), 16, 32, 128, 128),
+        DeltaRuleCase((8192,), 16, 32, 128, 128, decay=0.05),
+        DeltaRuleCase((500, 1, 4096, 63, 64, 65), 2, 4, 64, 64, decay=0.1),
+    ],
+    ids=lambda case: case.id,
+)
+@pytest.mark.gpu
+def test_long_rows_of_real_models(case: DeltaRuleCase, dtype: torch.dtype, device: torch.device) -> None:
+    inputs, do, bounds = delta_rule_inputs(case, dtype, device)
+    chunks, scale = Chunks.from_bounds(bounds, device), case.key_size**-0.5
+    results = (
+        gated_delta_rule_forward(*inputs, chunks, scale=scale)[0],
+        *gated_delta_rule_backward(do, *inputs, chunks, scale=scale),
+    )
+    leaves = leaves_of(inputs)
+    o = plain_delta_rule(*leaves, bounds, scale)
+    plain = (o.detach(), *torch.autograd.grad(o, leaves, do))
+    # The chunks of the operation on a CPU, which its own tests hold against the recurrence.
+    q, k, v, log_decay, beta = (x.cpu() for x in inputs)
+    leaves = leaves_of((q, k, v, log_decay, beta), torch.float64)
+    o = ops.gated_delta_rule(*leaves, Chunks.from_bounds(bounds), scale=scale)
+    exact = (o.detach(), *torch.autograd.grad(o, leaves, do.cpu().double()))
+    for name, ours, bar, right in zip(
+        ("o", "dq", "dk", "dv", "d_log_decay", "d_beta"), results, plain, exact, strict=True
+    ):
+        comparison = as_near_as_torch(name, ours.cpu(), bar.cpu(), right)
+        assert comparison.passed, comparison
