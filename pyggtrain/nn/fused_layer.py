@@ -53,7 +53,7 @@ class FusedLayer:
     def can_fuse(self) -> bool:
         """Whether the fused operations compute what the modules would, with the pairs as they are."""
         return (
-            all(linear.compute == "auto" for linear in self.linears)
+            all(linear.compute in ("auto", "bf16", "fp8") for linear in self.linears)
             and all(linear.bias is None for linear in (self.output, self.gate, self.up, self.down))
             and not any(linear.lora is not None and linear.lora.has_dropout for linear in self.linears)
         )
@@ -146,6 +146,7 @@ def _group(linears: Sequence[QuantLinear]) -> LinearGroup:
         row_counts=tuple(linear.shape[0] for linear in linears),
         num_columns=linears[0].shape[1],
         scales=tuple(0.0 if linear.lora is None else linear.lora.scale for linear in linears),
+        is_fp8=linears[0].compute == "fp8",
     )
 
 
