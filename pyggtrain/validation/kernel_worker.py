@@ -32,7 +32,7 @@ def main() -> None:
         for line in sys.stdin:
             task: dict[str, Any] = json.loads(line)
             if "product" in task:
-                compile_product(*task["product"], device)
+                compile_product(*task["product"], device=device)
                 outcomes = []
             else:
                 outcomes = [run_case(cases[task["kernel"]][number]) for number in task["cases"]]

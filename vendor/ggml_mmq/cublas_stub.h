@@ -1,4 +1,4 @@
-// Stands in for cuBLAS's header while llama.cpp's MMQ is compiled: ggml-cuda/common.cuh mentions these names in inline functions that
+// Stands in for cuBLAS's header, cublas_v2.h, while llama.cpp's MMQ is compiled: ggml-cuda/common.cuh mentions these names in inline functions that
 // nothing here calls. So neither cuBLAS nor its headers (400 MB) are needed for the build.
 #pragma once
 #include <cuda_runtime_api.h>
