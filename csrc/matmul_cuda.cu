@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <stdexcept>
 
 #include "check.h"
 #include "ggml-backend-impl.h"
@@ -176,14 +175,8 @@ static void queue(const ggml_tensor & w, const ggml_tensor & x, const ggml_tenso
     ggml_backend_cuda_context context(place.device);
     context.pools[place.device][0]   = std::make_unique<workspace_pool>((void *) place.workspace, place.workspace_bytes);
     context.streams[place.device][0] = place.stream == 0 ? cudaStreamLegacy : (cudaStream_t) place.stream;
-    try {
-        ggml_cuda_mul_mat_q(context, &w, &x, ids, &y);
-        CUDA_CHECK(cudaGetLastError());
-    } catch (const bridge_error &) {
-        throw;
-    } catch (const std::exception & error) {
-        throw bridge_error(join("llama.cpp could not multiply ", quant_type_name(w.type), " on GPU ", place.device, ": ", error.what()));
-    }
+    ggml_cuda_mul_mat_q(context, &w, &x, ids, &y);
+    CUDA_CHECK(cudaGetLastError());
 }
 
 void mmq_mul_mat(const mmq_product & product, const mmq_place & place) {
@@ -246,7 +239,7 @@ void ggml_cuda_error(const char * statement, const char * function, const char *
     (void) file, (void) line;
     // The same error would be reported again by the next call that torch makes.
     (void) cudaGetLastError();
-    throw std::runtime_error(pyggtrain::join(message, " (", statement, " in ", function, ")"));
+    throw pyggtrain::bridge_error(pyggtrain::join("CUDA: ", message, " (", statement, " in ", function, ")"));
 }
 
 int ggml_cuda_get_device() {
@@ -285,6 +278,8 @@ const ggml_cuda_device_info & ggml_cuda_info() {
 }
 
 // Every context here comes with its pool, and with a stream that belongs to the caller.
-std::unique_ptr<ggml_cuda_pool> ggml_backend_cuda_context::new_pool_for_device(int, int) { throw std::runtime_error("no workspace for this stream"); }
+std::unique_ptr<ggml_cuda_pool> ggml_backend_cuda_context::new_pool_for_device(int, int) {
+    throw pyggtrain::bridge_error("MMQ asked for memory on a stream that has no workspace");
+}
 
 ggml_backend_cuda_context::~ggml_backend_cuda_context() {}
