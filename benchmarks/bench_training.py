@@ -45,6 +45,7 @@ class Setting:
         kept: number of layers -> what each keeps.
         head_parts: into how many parts the head is decoded.
         shape: of the model.
+        compute: how the base weights' products are computed, as in `TrainConfig`.
     """
 
     documents: int
@@ -53,6 +54,12 @@ class Setting:
     kept: Callable[[int], list[Kept]]
     head_parts: int = 3
     shape: LlamaShape = LLAMA_3_1_8B
+    compute: str = "auto"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return torch.float16 if self.compute == "fp16" else torch.bfloat16
 
 
 def on_host(layers: int) -> list[Kept]:
@@ -79,24 +86,37 @@ SETTINGS = {
     "1x2048_13gib": Setting(1, 2048, 13.3, on_host_but(32, weights=8)),
     "1x8192_8gib": Setting(1, 8192, 7.8, on_host_but(2)),
     "1x80k_24gib": Setting(1, 80 * 1024, 24, inputs_on_host),
+    "4x2048_8gib_fp8": Setting(4, 2048, 7.8, on_host, compute="fp8"),
+    "4x2048_24gib_fp8": Setting(4, 2048, 24, on_host_but(32), compute="fp8"),
+    "4x2048_24gib_fp16": Setting(4, 2048, 24, on_host_but(32, weights=6), compute="fp16"),
     "1x2048_70b": Setting(1, 2048, 40, on_host, shape=LLAMA_3_3_70B),
 }
 
 
-def check_small_model(device: torch.device) -> tuple[float, float]:
-    """Relative difference of loss and of all adapter gradients: bfloat16 and fused against float32 and single
-    operations.
+# Relative error of the loss and of the adapter gradients in `check_small_model`: above these nothing is timed.
+BOUNDS = {"auto": (2e-3, 3e-2), "fp16": (2e-3, 1e-2), "fp8": (1e-2, 2e-1)}
+
+
+def products_of(compute: str) -> str:
+    """How products are computed: float16 is a matter of activations alone."""
+    return "auto" if compute == "fp16" else compute
+
+
+def check_small_model(device: torch.device, compute: str) -> tuple[float, float, float]:
+    """Relative difference of the loss and of all adapter gradients, and cosine of these: fused in half precision
+    against float32 and single operations.
     """
     file = SyntheticFile(SMALL, device)
     results = []
-    for dtype, compute in ((torch.bfloat16, "auto"), (torch.float32, "exact")):
-        model = Llama(file, device=device, dtype=dtype, compute=compute)  # type: ignore[arg-type]
+    half = torch.float16 if compute == "fp16" else torch.bfloat16
+    for dtype, products in ((half, products_of(compute)), (torch.float32, "exact")):
+        model = Llama(file, device=device, dtype=dtype, compute=products)  # type: ignore[arg-type]
         adapter = attach(model, LoraConfig(r=4, lora_alpha=2), seed=0)
         generator = torch.Generator(device).manual_seed(1)
         for pair in adapter.pairs.values():
             with torch.no_grad():
                 pair.lora_b.copy_(torch.randn(pair.lora_b.shape, device=device, generator=generator) * 0.05)
-        if dtype == torch.bfloat16:
+        if dtype == half:
             model.kept = [Kept(), Kept(gate_up=True), Kept(on_host=True), Kept(on_host=True, weights=True)]
         tokens = torch.randint(0, SMALL.vocabulary, (200,), generator=torch.Generator().manual_seed(2)).tolist()
         batch = Batch.from_documents([(tokens[:120], tokens[:120]), (tokens[120:], tokens[120:])]).to(device)
@@ -105,7 +125,8 @@ def check_small_model(device: torch.device) -> tuple[float, float]:
         gradient = torch.cat([parameter.grad.flatten() for parameter in adapter.parameters()])
         results.append((loss_sum.item(), gradient.double()))
     (loss, gradient), (exact_loss, exact_gradient) = results
-    return abs(loss / exact_loss - 1), float((gradient - exact_gradient).norm() / exact_gradient.norm())
+    error = float((gradient - exact_gradient).norm() / exact_gradient.norm())
+    return abs(loss / exact_loss - 1), error, float(torch.cosine_similarity(gradient, exact_gradient, dim=0))
 
 
 def make_batch(setting: Setting, seed: int) -> Batch:
@@ -129,12 +150,13 @@ def measure(name: str, *, layers: int | None, repeats: int, profile: Path | None
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, setting.max_gib * GIB / total), device)
     file = SyntheticFile(shape, device)
-    model = Llama(file, device=device)  # type: ignore[arg-type]
+    products = products_of(setting.compute)
+    model = Llama(file, device=device, dtype=setting.dtype, compute=products)  # type: ignore[arg-type]
     adapter = attach(model, LoraConfig(r=16, lora_alpha=16), seed=0)
     model.train()
     model.kept = setting.kept(shape.block_count)
     parameters = {str(index): parameter for index, parameter in enumerate(adapter.parameters())}
-    config = TrainConfig(model="synthetic.gguf", data=("none",), output="none.gguf")
+    config = TrainConfig(model="synthetic.gguf", data=("none",), output="none.gguf", compute=setting.compute)  # type: ignore[arg-type]
     objective, optimizer = Supervised(model), Optimizer(parameters, config)
     if setting.documents * setting.length <= MAX_TOKENS:
         optimizer.graphs = StepGraphs(model, parameters)
@@ -164,6 +186,7 @@ def measure(name: str, *, layers: int | None, repeats: int, profile: Path | None
         "setting": name,
         "model": shape.name,
         "layers": shape.block_count,
+        "compute": setting.compute,
         "tokens_per_step": num_tokens,
         "step_ms": round(seconds * 1e3, 1),
         "p20_ms": round(ordered[len(times) // 5] * 1e3, 1),
@@ -186,14 +209,14 @@ def main() -> int:
     parser.add_argument("--profile", type=Path, help="folder for a table of kernels, one file for each setting")
     args = parser.parse_args()
 
-    loss, gradient = check_small_model(torch.device("cuda", 0))
-    append_line(
-        args.output,
-        {"benchmark": "training_check", "loss_error": loss, "gradient_error": gradient} | environment(),
-    )
-    if not (loss < 2e-3 and gradient < 3e-2):
-        return 1
-    for name in args.settings.split(","):
+    names = args.settings.split(",")
+    for compute in sorted({SETTINGS[name].compute for name in names}):
+        loss, gradient, cosine = check_small_model(torch.device("cuda", 0), compute)
+        errors = {"loss_error": loss, "gradient_error": gradient, "gradient_cosine": cosine}
+        append_line(args.output, {"benchmark": "training_check", "compute": compute} | errors | environment())
+        if not (loss < BOUNDS[compute][0] and gradient < BOUNDS[compute][1]):
+            return 1
+    for name in names:
         try:
             line = measure(name, layers=args.layers, repeats=args.repeats, profile=args.profile)
         except torch.OutOfMemoryError as error:

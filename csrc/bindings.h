@@ -11,6 +11,7 @@ void register_finite(py::module_ & module);
 void register_gguf_file(py::module_ & module);
 void register_graph(py::module_ & module);
 void register_matmul_cpu(py::module_ & module);
+void register_matmul_cuda(py::module_ & module);
 void register_quant(py::module_ & module);
 void register_session(py::module_ & module);
 void register_tensor_view(py::module_ & module);

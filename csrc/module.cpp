@@ -38,6 +38,7 @@ PYBIND11_MODULE(_bridge, module) {
     register_gguf_file(module);
     register_graph(module);
     register_matmul_cpu(module);
+    register_matmul_cuda(module);
     register_tokenizer(module);
     register_session(module);
 }

@@ -8,6 +8,7 @@ import torch
 MetadataValue: TypeAlias = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
 
 LLAMA_CPP_COMMIT: str
+CUDA_ARCHITECTURES: str
 
 class QuantType:
     """One ggml tensor type: how many weights a block holds and how many bytes it takes."""
@@ -80,6 +81,53 @@ def quantize(
     type: str, values: torch.Tensor, out: torch.Tensor, num_threads: int, imatrix: torch.Tensor | None = ...
 ) -> None: ...
 def mul_mat(type: str, blocks: torch.Tensor, x: torch.Tensor, out: torch.Tensor, num_threads: int) -> None: ...
+def mmq_types() -> list[str]: ...
+def mmq_workspace_bytes(type: str, *, num_rows: int, num_columns: int, num_tokens: int, device: int) -> int: ...
+def mmq(
+    type: str,
+    *,
+    blocks: int,
+    num_rows: int,
+    num_columns: int,
+    x: int,
+    x_stride: int,
+    num_tokens: int,
+    y: int,
+    y_stride: int,
+    workspace: int,
+    workspace_bytes: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def mmq_experts_workspace_bytes(
+    type: str,
+    *,
+    num_experts: int,
+    num_rows: int,
+    num_columns: int,
+    num_inputs: int,
+    num_tokens: int,
+    num_used: int,
+    device: int,
+) -> int: ...
+def mmq_experts(
+    type: str,
+    *,
+    blocks: int,
+    num_experts: int,
+    num_rows: int,
+    num_columns: int,
+    x: int,
+    num_inputs: int,
+    num_tokens: int,
+    ids: int,
+    num_used: int,
+    y: int,
+    workspace: int,
+    workspace_bytes: int,
+    device: int,
+    stream: int,
+) -> None: ...
 
 class Tokenizer:
     def __init__(self, path: str) -> None: ...

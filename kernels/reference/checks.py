@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
-from pyggtrain.kernels import cross_entropy, lora, rms_norm, rope, swiglu
+from pyggtrain.kernels import cross_entropy, fp8, lora, rms_norm, rope, swiglu
 from pyggtrain.kernels.attention.backward import attention_backward
 from pyggtrain.kernels.attention.forward import attention_forward
 from pyggtrain.kernels.attention.mask import AttentionMask
 from pyggtrain.kernels.dequant import DECODERS, dequantize
+from pyggtrain.kernels.dequant_matmul import DTYPES, dequant_matmul_backward, dequant_matmul_forward
 from pyggtrain.kernels.reference import attention as attention_reference
 from pyggtrain.kernels.reference import cross_entropy as cross_entropy_reference
 from pyggtrain.kernels.reference import dequant as dequant_reference
+from pyggtrain.kernels.reference import dequant_matmul as dequant_matmul_reference
+from pyggtrain.kernels.reference import fp8 as fp8_reference
 from pyggtrain.kernels.reference import lora as lora_reference
 from pyggtrain.kernels.reference import rms_norm as rms_norm_reference
 from pyggtrain.kernels.reference import rope as rope_reference
@@ -27,6 +30,8 @@ from pyggtrain.kernels.reference.cases import (
     CONVOLUTION_CASES,
     CROSS_ENTROPY_CASES,
     DELTA_RULE_CASES,
+    DEQUANT_MATMUL_CASES,
+    DEQUANT_MATMUL_SHAPE_CASES,
     DEQUANTIZE_CASES,
     GATE_CASES,
     GATED_NORM_CASES,
@@ -37,6 +42,7 @@ from pyggtrain.kernels.reference.cases import (
     AttentionCase,
     CrossEntropyCase,
     DequantizeCase,
+    DequantMatmulCase,
     LinearCrossEntropyCase,
     LoraCase,
     RopeCase,
@@ -68,10 +74,12 @@ class Check:
     Attributes:
         id: of the case.
         run: (dtype, device) -> each result beside its reference.
+        dtypes: that the kernel takes; all of `dtypes_of` by default.
     """
 
     id: str
     run: Callable[[torch.dtype, torch.device], list[Comparison]]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_dequantize(type: str, case: DequantizeCase, dtype: torch.dtype, device: torch.device) -> list[Comparison]:
@@ -84,6 +92,53 @@ def check_dequantize(type: str, case: DequantizeCase, dtype: torch.dtype, device
         same_bits("weights", out, dequant_reference.dequantize(blocks, type, dtype=dtype)),
         Comparison("written beyond the row", float(written_beyond), 0.0),
     ]
+
+
+def check_dequant_matmul(
+    type: str, case: DequantMatmulCase, dtype: torch.dtype, device: torch.device
+) -> list[Comparison]:
+    generator = torch.Generator(device).manual_seed(3)
+    columns = case.row_blocks * DECODERS[type].block_size
+    blocks = random_blocks(type, case.rows, columns, generator=generator)
+    if type in ("MXFP4", "NVFP4"):
+        # random scales of a whole byte overflow float16
+        scales = blocks.view(-1, DECODERS[type].block_bytes)[:, : 1 if type == "MXFP4" else 4]
+        scales.copy_(scales % 8 + (116 if type == "MXFP4" else 32))
+    exact = dequant_reference.dequantize(blocks, type, dtype=torch.float32)
+
+    def rows(width: int) -> torch.Tensor:
+        return torch.randn(case.tokens, width + 8, device=device, generator=generator).to(dtype)[:, :width]
+
+    comparisons = []
+    for name, width, ours, reference, rounded in (
+        ("y", columns, dequant_matmul_forward, dequant_matmul_reference.dequant_matmul_forward, exact.to(dtype).t()),
+        ("dx", case.rows, dequant_matmul_backward, dequant_matmul_reference.dequant_matmul_backward, exact.to(dtype)),
+    ):
+        x, start = rows(width), rows(rounded.shape[1])
+        out = start.clone() if case.is_added else None
+        result = ours(x, blocks, type, out=out, accumulate=case.is_added, num_parts=case.num_parts)
+        expected, plain = reference(x, blocks, type), x.float() @ rounded.float()
+        if case.is_added:
+            expected, plain = expected + start.double(), plain + start.float()
+        comparisons.append(as_close_as_torch(name, result, plain.to(dtype), expected, terms=width))
+    return comparisons
+
+
+def check_fp8(case: RowCase, dtype: torch.dtype, device: torch.device) -> list[Comparison]:
+    """Within half a step of the exact value: 2^-4 of it, and 2^-10 where steps no longer shrink."""
+    (x,) = random_rows(case, 1, dtype, device)
+    comparisons = []
+    for name, ours, reference in (
+        ("rows", fp8.quantize_rows, fp8_reference.quantize_rows),
+        ("columns", fp8.quantize_columns, fp8_reference.quantize_columns),
+    ):
+        (q, scale), (exact, exact_scale) = ours(x), reference(x)
+        comparisons.append(within(f"scales of {name}", scale, exact_scale, rtol=1e-6, atol=1e-30))
+        # Triton's interpreter converts to 8-bit floats wrongly: it truncates, and loses small numbers.
+        if device.type == "cuda":
+            # a step of float32 more: the product with 448 / max comes before the rounding
+            comparisons.append(within(name, q.float(), exact, rtol=2**-4 + 1e-6, atol=2**-10))
+    return comparisons
 
 
 def check_rms_norm_forward(
@@ -288,12 +343,22 @@ CHECKS: dict[str, list[Check]] = {
         for type in DECODERS
         for case in DEQUANTIZE_CASES
     ],
+    "dequant_matmul": [
+        Check(f"{type}_{case.id}", partial(check_dequant_matmul, type, case), DTYPES)
+        for types, cases in (
+            (tuple(DECODERS), DEQUANT_MATMUL_CASES),
+            (("Q4_K", "Q8_0", "TQ1_0"), DEQUANT_MATMUL_SHAPE_CASES),
+        )
+        for type in types
+        for case in cases
+    ],
     "rms_norm": [*_rows(check_rms_norm_forward, "forward"), *_rows(check_rms_norm_backward, "backward")],
     "rope": [
         Check(f"{case.id}_{'neox' if is_neox else 'norm'}", partial(check_rope, case, is_neox))
         for case in ROPE_CASES
         for is_neox in (False, True)
     ],
+    "fp8": [Check(case.id, partial(check_fp8, case)) for case in ROW_CASES],
     "swiglu": [Check(case.id, partial(check_swiglu, case)) for case in ROW_CASES],
     "lora": [Check(case.id, partial(check_lora_backward, case)) for case in LORA_CASES],
     "attention": [Check(case.id, partial(check_attention, case)) for case in ATTENTION_CASES],

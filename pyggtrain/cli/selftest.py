@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"device: found 'cuda', but torch {torch.__version__} sees no CUDA device; needed: cpu")
     if unknown := [name for name in parsed.kernels if name not in kernel_names()]:
         raise ConfigError(f"kernels: there is no {', '.join(unknown)}; there are {', '.join(kernel_names())}")
-    tested = selftest(parsed.device, parsed.kernels)
+    tested = selftest(parsed.device, parsed.kernels, report=_Progress())
     if parsed.json:
         print(json.dumps(dataclasses.asdict(tested) | {"passed": tested.passed}, indent=2))
     else:
@@ -38,10 +40,34 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if tested.passed else 1
 
 
+class _Progress:
+    """A line on stderr for every tenth of the tasks."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if done * 10 // total > (done - 1) * 10 // total:
+            seconds = time.monotonic() - self._started
+            print(f"kernels: {done} of {total} groups of cases, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
 def _lines(tested: "SelfTest") -> list[str]:
     rows = [["kernel", "on", "cases", "worst error / bound", "in", "ok"], *map(_row, tested.results)]
     failures = [failure for result in tested.results for failure in result.failures]
-    return [table(rows), *(["", *failures] if failures else []), *(["", *tested.not_run] if tested.not_run else [])]
+    products = [["product, rows up to", "chosen", "microseconds"], *map(_product_row, tested.products.items())]
+    return [
+        table(rows),
+        *(["", table(products)] if tested.products else []),
+        *(["", *failures] if failures else []),
+        *(["", *tested.not_run] if tested.not_run else []),
+    ]
+
+
+def _product_row(product: tuple[str, dict[str, float]]) -> list[str]:
+    key, times = product
+    fastest_first = sorted(times, key=lambda way: times[way])
+    return [key, fastest_first[0], ", ".join(f"{way} {times[way]:.1f}" for way in fastest_first)]
 
 
 def _row(result: "KernelResult") -> list[str]:

@@ -13,7 +13,7 @@ class ExpertLinear(nn.Module):
 
     Args:
         weight: the quantised stack; its blocks become the buffer `weight`.
-        compute: "exact", "ggml" or "auto", see `ops.quant_linear`.
+        compute: how products are computed, see `ops.quant_linear`.
 
     Attributes:
         gguf_name: the tensor's name in the file, e.g. "blk.0.ffn_up_exps.weight".

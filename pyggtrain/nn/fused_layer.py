@@ -68,7 +68,7 @@ class FusedLayer:
             device: where it lies; "meta" stands for a CPU's (`ops.rehearsal`).
         """
         if device.type == "cuda":
-            is_supported = dtype in HALF_DTYPES and self.output.compute == "auto"
+            is_supported = dtype in HALF_DTYPES and self.output.compute in ("auto", "bf16", "fp8")
         else:
             heads = self.num_heads, self.num_kv_heads, self.head_width
             is_supported = dtype == torch.float32 and can_fuse_on_cpu(*heads)
@@ -176,6 +176,7 @@ def _group(linears: Sequence[QuantLinear]) -> LinearGroup:
         row_counts=tuple(linear.shape[0] for linear in linears),
         num_columns=linears[0].shape[1],
         scales=tuple(0.0 if linear.lora is None else linear.lora.scale for linear in linears),
+        is_fp8=linears[0].compute == "fp8",
     )
 
 

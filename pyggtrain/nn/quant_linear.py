@@ -47,7 +47,7 @@ class QuantLinear(nn.Module):
     Args:
         weight: the quantised tensor; its blocks become the buffer `weight`.
         bias: float32 [N] or None. Frozen.
-        compute: "exact", "ggml" or "auto", see `ops.quant_linear`.
+        compute: how the product is computed, see `ops.quant_linear`; "fp8" for linears of fused layers too.
 
     Attributes:
         gguf_name: the tensor's name in the file, e.g. "blk.0.attn_q.weight".

@@ -90,8 +90,9 @@ def quant_linear(
         residual_TN: [T, N], added inside the product. A model passes it to the linear that ends a layer, and only
             there: the result is then the layer's output, which `nn.checkpointing` keeps anyway instead of computing it
             twice.
-        compute: "exact" (dequantised rows, in x's dtype), "ggml" (CPU: llama.cpp's kernel, activations in 8 bits), or
-            "auto" (CPU: the faster one; GPU: products of float32 are computed in bfloat16).
+        compute: "exact" (dequantised rows, in x's dtype), "ggml" (CPU: llama.cpp's kernel, activations in 8 bits),
+            "bf16", "fused" or "mmq" (GPU, see `quant_matmul`), or "auto" (the fastest; on a GPU products of float32 are
+            computed in bfloat16).
 
     Returns:
         [T, N] in x's dtype.

@@ -9,20 +9,30 @@ Two ways to compute y on a CPU:
 
 dx is always exact: ggml's `out_prod` decodes every row again for every row of dy (6-27 times slower, measured).
 
-On a GPU rows are decoded by our own kernels straight into the dtype of the product, and the library multiplies: above a
-few hundred tokens that beats products on packed integers on a data-centre card (docs/performance.md). x in bfloat16 or
-float16 is multiplied as it is, with float32 sums; x in float32 is rounded to bfloat16 first unless compute is "exact".
+Ways on a GPU (`product_choice` measures which is fastest where):
+
+* "bf16": rows are decoded by our own kernels straight into the dtype of the product, and the library multiplies. Above
+  a few hundred tokens that beats products on packed integers on a data-centre card (docs/performance.md).
+* "fused": decoded on the way into the matrix units, for few rows (`kernels/dequant_matmul`).
+* "mmq": llama.cpp's kernels, x in 8 bits, in builds with CUDA (`ops/mmq`). Forward; its backward is one of the others.
+
+x in bfloat16 or float16 is multiplied as it is, with float32 sums; x in float32 is rounded to bfloat16 first unless
+compute is "exact". 8-bit floats ("fp8") are for the halves of a layer that run as one operation
+(`ops/fused/linear_group`); a product by itself, such as the head's, is computed as with "auto".
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from pyggtrain import _bridge
-from pyggtrain.ops import workspace
+from pyggtrain.ops import mmq, product_choice, workspace
 from pyggtrain.ops.dequantize import FLOAT_TYPES, dequantize_rows
+from pyggtrain.ops.dequantize import num_columns as columns_of
 
-COMPUTE = ("auto", "exact", "ggml")
+COMPUTE = ("auto", "exact", "ggml", "bf16", "fused", "mmq", "fp8")
+GPU_COMPUTE = ("bf16", "fused", "mmq", "fp8")
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 # Below this many rows decoding W costs more than the product, and ggml's kernels decode in registers.
@@ -63,6 +73,8 @@ def check(x: torch.Tensor, num_columns: int, compute: str) -> None:
         raise ValueError(f"x is {x.dtype} on {x.device}: needed float32 (float64 for references, half types on a GPU)")
     if compute == "ggml" and (x.dtype != torch.float32 or x.is_cuda):
         raise ValueError(f"compute='ggml' takes float32 on the CPU, x is {x.dtype} on {x.device}")
+    if compute in GPU_COMPUTE and not x.is_cuda:
+        raise ValueError(f"compute={compute!r} is for a GPU, x is on {x.device}")
 
 
 def product_dtype(x: torch.Tensor, compute: str) -> torch.dtype:
@@ -113,9 +125,9 @@ def forward(
     is in registers. So callers write first what shall be added, and let the product come last.
 
     Args:
-        x: [T, K] float32 or float64.
+        x: [T, K] float32 or float64, on a GPU also half precision.
         blocks: uint8 [N, row_bytes] of `type`.
-        compute: "exact", "ggml" or "auto".
+        compute: one of COMPUTE.
         out: [T, N], rows any distance apart, to write or add to; None allocates.
         accumulate: add to what `out` holds.
 
@@ -123,7 +135,11 @@ def forward(
         `out`.
     """
     y = x.new_empty(x.shape[0], blocks.shape[0]) if out is None else out
-    if not x.is_cuda and chosen_compute(compute, type, x.shape[0], x.dtype) == "ggml":
+    if x.is_cuda:
+        x = x.to(product_dtype(x, compute))
+        way = _way("forward", x, blocks, type, compute)
+        return _forward_on_gpu(way, x, blocks, type, y, accumulate)
+    if chosen_compute(compute, type, x.shape[0], x.dtype) == "ggml":
         is_direct = not accumulate and y.is_contiguous()
         product = y if is_direct else torch.empty(y.shape, dtype=y.dtype, device=y.device)
         # An operation sees its inputs as they are, and a tensor that wants a gradient cannot be lent to the bridge.
@@ -133,10 +149,7 @@ def forward(
         elif not is_direct:
             y.copy_(product)
         return y
-    x = x.to(product_dtype(x, compute))
-    for first, end, w in _chunks(blocks, type, x.shape[1], x.dtype):
-        _multiply(x, w.t(), y[:, first:end], accumulate=accumulate)
-    return y
+    return _decoded_forward(x, blocks, type, y, accumulate)
 
 
 def backward(
@@ -153,7 +166,7 @@ def backward(
     Args:
         dy: [T, N].
         blocks: uint8 [N, row_bytes] of `type`.
-        compute: matters on a GPU only, see `product_dtype`.
+        compute: one of COMPUTE; matters on a GPU only.
         out: [T, K], to write or add to.
         accumulate: add to what `out` holds.
 
@@ -161,9 +174,90 @@ def backward(
         `out`.
     """
     dy = dy.to(product_dtype(dy, compute))
+    if dy.is_cuda and _way("backward", dy, blocks, type, compute) == "fused":
+        return _fused("backward", dy, blocks, type, out, accumulate)
+    return _decoded_backward(dy, blocks, type, out, accumulate)
+
+
+def _decoded_forward(
+    x: torch.Tensor, blocks: torch.Tensor, type: str, out: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    for first, end, w in _chunks(blocks, type, x.shape[1], x.dtype):
+        _multiply(x, w.t(), out[:, first:end], accumulate=accumulate)
+    return out
+
+
+def _decoded_backward(
+    dy: torch.Tensor, blocks: torch.Tensor, type: str, out: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
     for first, end, w in _chunks(blocks, type, out.shape[1], dy.dtype):
         _multiply(dy[:, first:end], w, out, accumulate=accumulate or first > 0)
     return out
+
+
+def _fused(
+    direction: str, x: torch.Tensor, blocks: torch.Tensor, type: str, out: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    from pyggtrain.kernels.dequant_matmul import dequant_matmul_backward, dequant_matmul_forward
+
+    product = dequant_matmul_forward if direction == "forward" else dequant_matmul_backward
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return product(x, blocks.contiguous(), type, out=out, accumulate=accumulate)
+
+
+def _forward_on_gpu(
+    way: str, x: torch.Tensor, blocks: torch.Tensor, type: str, out: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    if way == "fused":
+        return _fused("forward", x, blocks, type, out, accumulate)
+    if way == "bf16":
+        return _decoded_forward(x, blocks, type, out, accumulate)
+    if out.dtype == torch.float32 and not accumulate:
+        return mmq.forward(x, blocks.contiguous(), type, out=out)
+    product = mmq.forward(x, blocks.contiguous(), type)
+    return out.add_(product) if accumulate else out.copy_(product)
+
+
+def _way(direction: str, x: torch.Tensor, blocks: torch.Tensor, type: str, compute: str) -> str:
+    """How a GPU multiplies x: "bf16", "fused" or "mmq". Called for every product: few rows aside, a few comparisons."""
+    if type in FLOAT_TYPES or compute in ("exact", "bf16") or x.dtype not in HALF_DTYPES or x.shape[0] == 0:
+        return "bf16"
+    num_columns = columns_of(blocks, type)
+    if compute == "mmq" and not mmq.takes(type, num_columns):
+        raise ValueError(
+            f"compute='mmq' cannot multiply {type} with rows of {num_columns}: needed a multiple of {mmq.COLUMN_STEP} "
+            f"and one of {', '.join(sorted(mmq.types())) or 'no type, as this build has no MMQ'}"
+        )
+    if compute == "fused" or (compute == "mmq" and direction == "forward"):
+        return compute
+    names = ["bf16"]
+    if x.shape[0] <= product_choice.MAX_FUSED_ROWS:
+        names.append("fused")
+    if direction == "forward" and compute in ("auto", "fp8") and mmq.takes(type, num_columns):
+        names.append("mmq")
+    if len(names) == 1:
+        return "bf16"
+    product = product_choice.Product(
+        direction,
+        type,
+        blocks.shape[0],
+        num_columns,
+        str(x.dtype).removeprefix("torch."),
+        product_choice.class_of(x.shape[0]),
+    )
+    return product_choice.choose(
+        product, {name: partial(_once, name, direction, x, blocks, type, num_columns) for name in names}, x.device
+    )
+
+
+def _once(
+    name: str, direction: str, x: torch.Tensor, blocks: torch.Tensor, type: str, num_columns: int
+) -> torch.Tensor:
+    """The product, for measuring."""
+    if direction == "forward":
+        return _forward_on_gpu(name, x, blocks, type, x.new_empty(x.shape[0], blocks.shape[0]), False)
+    multiply = _decoded_backward if name == "bf16" else partial(_fused, "backward")
+    return multiply(x, blocks, type, x.new_empty(x.shape[0], num_columns), False)
 
 
 def start_of(bias_N: torch.Tensor | None, residual_TN: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:

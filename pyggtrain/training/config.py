@@ -24,6 +24,9 @@ from typing import Any, Literal
 
 from pyggtrain.errors import ConfigError
 
+GPU_COMPUTE = ("bf16", "fp16", "fp8", "fused", "mmq")
+"""Values of `compute` that need a GPU."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -149,9 +152,12 @@ class TrainConfig:
     model_impl: Literal["auto", "native", "graph"] = "auto"
     """Where the model's definition comes from: "native" (hand-written here), "graph" (llama.cpp's own compute graph
     of the file, imported), or "auto": native where there is one that knows all the file asks for, else graph."""
-    compute: Literal["auto", "exact", "ggml"] = "auto"
+    compute: Literal["auto", "exact", "ggml", "bf16", "fp16", "fp8", "fused", "mmq"] = "auto"
     """Arithmetic of the base weights' products: "exact" (dequantised, float32), "ggml" (CPU only: llama.cpp's own 8-bit
-    activations), or "auto" (CPU: the faster of these for each weight; GPU: dequantised, bfloat16)."""
+    activations), or "auto" (CPU: the faster of these for each weight; GPU: bfloat16, for few rows the fastest way that
+    was measured). For a GPU also one way for all: "bf16" and "fp16" (dequantised; activations of that type), "fused"
+    (dequantised inside the product), "mmq" (llama.cpp's kernels, activations in 8 bits, in builds with CUDA), "fp8"
+    (8-bit floats, hand-written models on cards that multiply them; docs/performance.md says what it costs)."""
     gradient_checkpointing: Literal["auto", "none", "matmuls", "layers", "offload"] = "auto"
     """Memory against time: keep all activations ("none"), recompute cheap parts ("matmuls") or whole layers
     ("layers"), or, on a GPU, let them wait in the host's memory ("offload")."""

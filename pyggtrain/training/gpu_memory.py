@@ -47,6 +47,7 @@ class FusedSizes:
         paddings: columns behind x for the low-rank products of qkv, output, gate and up, down.
         num_vocab: rows of the head.
         num_layers: L.
+        is_fp8: whether big products are of 8-bit floats.
     """
 
     width: int
@@ -57,6 +58,7 @@ class FusedSizes:
     paddings: tuple[int, int, int, int]
     num_vocab: int
     num_layers: int
+    is_fp8: bool = False
 
     @classmethod
     def of(cls, layers: Sequence[FusedLayer], num_vocab: int) -> "FusedSizes":
@@ -75,6 +77,7 @@ class FusedSizes:
             paddings=(padding(*layer.qkv), padding(layer.output), padding(layer.gate, layer.up), padding(layer.down)),
             num_vocab=num_vocab,
             num_layers=len(layers),
+            is_fp8=layer.output.compute == "fp8",
         )
 
     def weights(self) -> tuple[int, int, int, int]:
@@ -151,6 +154,9 @@ def fused_peak(sizes: FusedSizes, kept: Sequence[Kept], step: StepSizes) -> int:
         # of norm(x) and of the activation; dz and dx whole.
         working = part * ((d + p[2] * _HALF) + (d + p[3] * _HALF) + d + sizes.ff * _HALF) + 2 * t * d
         working += 0 if one.gate_up else part * gate_up
+        if sizes.is_fp8:
+            # Gradients of gate and up, and their weight, rounded to a byte each.
+            working += part * gate_up // _HALF + w_gate_up // _HALF
         peak = max(peak, step.resident + total - done + share + decoded + working + on_the_way(one))
         done += kept_bytes[index]
     return int(peak * _SLACK) + _FIXED

@@ -4,6 +4,9 @@ The loss of a step is a mean over all its units (learnt tokens, or pairs), whate
 
     loss = Σ over micro-batches of loss_sum / N,   N = units of all micro-batches together
 
+In float16 gradients of activations would lose their small numbers to a factor 1 / N, so there backward starts from
+loss_sum, whose gradient does not depend on N, and the float32 gradients of the pairs are divided at the end.
+
 N is known before the first micro-batch runs, because the rows of a step are known. So the result does not depend on how
 the rows are cut up or spread over processes (the mean of per-micro-batch means weighs short rows too much), and a
 micro-batch without supervised tokens adds nothing.
@@ -57,6 +60,9 @@ class Optimizer:
         config: which optimiser, its settings, largest gradient norm.
         processes: whose gradients are summed.
 
+    Attributes:
+        divides_late: whether gradients are divided by the number of units after backward, not before.
+
     Raises:
         TypeError: a parameter is not float32. bfloat16 has 8 bits, so updates below 0.4 % of a weight would round to
             nothing.
@@ -77,6 +83,7 @@ class Optimizer:
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
         self.graphs: StepGraphs | None = None
+        self.divides_late = config.compute == "fp16"
         self._optimizer = make_optimizer(self.parameters, config)
 
     def step(
@@ -110,6 +117,7 @@ class Optimizer:
         # host wait for every micro-batch.
         totals = torch.zeros(len(objective.metrics) + 2, device=device)
         is_stopping = False
+        scale = 1.0 if self.divides_late else 1 / max(1, num_units)
         self.clear_gradients()
         for batch, seed in zip(micro_batches, seeds, strict=True):
             if should_stop():
@@ -122,13 +130,16 @@ class Optimizer:
                 continue
             torch.manual_seed(seed)
             if self.graphs is not None:
-                totals[0] += self.graphs.add_gradients(batch, 1 / num_units)
+                totals[0] += self.graphs.add_gradients(batch, scale)
                 continue
             loss_sum, values = objective.loss(batch)
-            mean = loss_sum / num_units
-            mean.backward()  # type: ignore[no-untyped-call]
-            totals[0] += mean.detach()
+            loss = loss_sum if self.divides_late else loss_sum / num_units
+            loss.backward()  # type: ignore[no-untyped-call]
+            totals[0] += loss.detach()
             totals[1:-1] += values / num_units
+        if self.divides_late and num_units > 0:
+            totals[0] /= num_units
+            torch._foreach_div_([one.grad for one in self.parameters.values() if one.grad is not None], num_units)
         if self.processes.count > 1:
             self._sum_over_processes(totals)
             is_stopping = bool(totals[-1] > 0)

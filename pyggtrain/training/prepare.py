@@ -24,7 +24,7 @@ from pyggtrain.gguf.readable import check_readable
 from pyggtrain.nn import Model, activation_dtype
 from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
-from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.config import GPU_COMPUTE, TrainConfig
 from pyggtrain.training.data import RunData, load_data, longest_row, micro_batches
 from pyggtrain.training.gpu_memory import plan_fused
 from pyggtrain.training.init_adapter import read_init_adapter, taken_over
@@ -211,8 +211,13 @@ def prepare(config: TrainConfig) -> Preparation:
         implementation=config.model_impl,
         device=str(device),
         dtype=compute_dtype(config, device),
-        compute=config.compute,
+        compute="auto" if config.compute == "fp16" else config.compute,
     )
+    if config.compute == "fp8" and not model.is_fused:
+        raise UnsupportedError(
+            f"compute='fp8': {base.architecture} does not run as fused halves of layers here (a bias, or a model from "
+            "llama.cpp's graph). Use bf16."
+        )
     start = None if config.init_adapter is None else read_init_adapter(config.init_adapter, base, model)
     if start is not None:
         config = taken_over(config, start, model)
@@ -256,7 +261,17 @@ def lora_config(config: TrainConfig) -> LoraConfig:
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations: float32 on a CPU and with "exact", else bfloat16."""
+    """Return the dtype of activations: float32 on a CPU and with "exact", else bfloat16, or float16 if it is asked for.
+
+    Raises:
+        ConfigError: the device does not compute that way.
+    """
+    if config.compute in GPU_COMPUTE and device.type != "cuda":
+        raise ConfigError(f"compute: found {config.compute!r} on {device}; needed: auto, exact or ggml, or a GPU")
+    if config.compute == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(f"compute: found 'fp8', but {torch.cuda.get_device_name(device)} multiplies no 8-bit floats")
+    if config.compute == "fp16":
+        return torch.float16
     return torch.float32 if config.compute == "exact" else activation_dtype(device)
 
 

@@ -1,35 +1,30 @@
 """What is there on this machine, and whether every kernel computes on it what its float64 reference says.
 
 The cases and tolerances are the tests' own (`kernels/reference`), so a machine that nobody has tested is tested by its
-owner in a minute.
+owner in a minute. On a GPU the cases run in many processes (`kernel_workers`), because compiling a kernel takes seconds
+of one processor.
 """
 
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 
 import torch
 
-from pyggtrain import _bridge, ops
-from pyggtrain.gguf import QuantTensor
-from pyggtrain.kernels.dequant import DECODERS
-from pyggtrain.kernels.reference import dequant as reference
-from pyggtrain.kernels.reference.cases import (
-    QUANT_LINEAR_CASES,
-    QuantLinearCase,
-    dtypes_of,
-    poisoned_memory,
-    random_blocks,
-)
-from pyggtrain.kernels.reference.comparison import Comparison, as_near_as_torch, relatively_close, same_bits
-from pyggtrain.ops.quant_linear import quant_linear
+from pyggtrain import _bridge
+from pyggtrain.kernels.reference.cases import poisoned_memory, random_blocks
+from pyggtrain.kernels.reference.comparison import Comparison
+from pyggtrain.ops import mmq, product_choice, quant_matmul
+from pyggtrain.validation.kernel_cases import Case, Outcome, cpu_cases, gpu_cases, run_case
+from pyggtrain.validation.kernel_workers import Report, num_workers_for, run_in_workers
 
-# ggml rounds x to 8 bits: 0.5-0.7 % (docs/numerics.md), and 1.2 % for one row against weights of random bits.
-_EIGHT_BIT_NOISE = 2e-2
+# What the table of products shows: some types of each kind, from one row to where the library always wins.
+_PRODUCT_TYPES = ("Q4_K", "Q6_K", "Q8_0", "IQ2_XXS")
+_PRODUCT_SHAPE = (14336, 4096)
+_PRODUCT_ROWS = (1, 16, 128, 2048)
 
 
 @dataclass(frozen=True)
@@ -65,54 +60,73 @@ class SelfTest:
         facts: what is there, name -> value.
         results: one for each kernel.
         not_run: what was left out and why, a sentence each.
+        products: on a GPU, every product measured there so far -> its ways -> microseconds (`ops/product_choice`).
     """
 
     facts: dict[str, str]
     results: tuple[KernelResult, ...]
     not_run: tuple[str, ...]
+    products: dict[str, dict[str, float]]
 
     @property
     def passed(self) -> bool:
         return all(result.passed for result in self.results)
 
 
-Case = tuple[str, Callable[[], list[Comparison]]]
-"""Its name, and what runs it."""
-
-
-def selftest(device: str | None = None, kernels: Sequence[str] = ()) -> SelfTest:
+def selftest(
+    device: str | None = None,
+    kernels: Sequence[str] = (),
+    *,
+    num_workers: int | None = None,
+    report: Report = lambda done, total: None,
+) -> SelfTest:
     """Run every kernel's cases.
 
     Args:
         device: "cuda", "cpu", or None: a GPU if there is one. On a CPU, GPU kernels run only in Triton's interpreter,
             that is with TRITON_INTERPRET=1.
-        kernels: only these; empty: all.
+        kernels: only these; empty: all, and the choice among products is measured too.
+        num_workers: processes on a GPU; None: one for each processor, as far as the card's memory goes.
+        report: is told about progress on a GPU.
     """
     has_gpu = torch.cuda.is_available()
     where = torch.device(device or ("cuda" if has_gpu else "cpu"))
-    groups: list[tuple[str, str, list[Case]]] = [(name, "cpu", cases) for name, cases in _cpu_cases().items()]
     not_run = []
+    products: dict[str, dict[str, float]] = {}
+    with poisoned_memory():
+        results = [_result(name, "cpu", map(run_case, cases)) for name, cases in _wanted(cpu_cases(), kernels).items()]
     is_interpreted = where.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if importlib.util.find_spec("triton") is None:
         not_run.append("GPU kernels were not run: Triton is not installed.")
-    elif where.type == "cpu" and not is_interpreted:
+    elif is_interpreted:
+        with poisoned_memory():
+            cases_of = _wanted(gpu_cases(where), kernels)
+            results += [_result(name, "interpreter", map(run_case, cases)) for name, cases in cases_of.items()]
+    elif where.type == "cpu":
         reason = "a CPU was asked for" if has_gpu else "torch sees no GPU"
         not_run.append(
             f"GPU kernels were not run: {reason}. With TRITON_INTERPRET=1 they run on the CPU, in Triton's interpreter."
         )
     else:
-        label = "interpreter" if is_interpreted else where.type
-        groups += [(name, label, cases) for name, cases in _gpu_cases(where).items()]
-    with poisoned_memory():
-        results = tuple(_run(name, label, cases) for name, label, cases in groups if not kernels or name in kernels)
-    return SelfTest(facts(), results, tuple(not_run))
+        outcomes = run_in_workers(
+            _wanted(gpu_cases(where), kernels),
+            () if kernels else _products(),
+            device=where,
+            num_workers=num_workers or num_workers_for(where),
+            report=report,
+        )
+        results += [_result(name, where.type, found) for name, found in outcomes.items()]
+        products = {} if kernels else _measure_products(where)
+        if not mmq.types():
+            not_run.append("MMQ was not run: it is not in this build (-Ccmake.define.PYGGTRAIN_CUDA=ON adds it).")
+    return SelfTest(facts(), tuple(results), tuple(not_run), products)
 
 
 def kernel_names() -> list[str]:
     """What can be named in `selftest(kernels=...)`."""
-    names = list(_cpu_cases())
+    names = list(cpu_cases())
     if importlib.util.find_spec("triton") is not None:
-        names += _gpu_cases(torch.device("cpu"))
+        names += gpu_cases(torch.device("cpu"))
     return names
 
 
@@ -125,6 +139,7 @@ def facts() -> dict[str, str]:
         "triton": metadata.version("triton") if importlib.util.find_spec("triton") else "not installed",
         "llama.cpp": f"commit {_bridge.LLAMA_CPP_COMMIT}, built into pyggtrain",
         "bridge": _bridge.system_info(),
+        "mmq": f"for {_bridge.CUDA_ARCHITECTURES}" if _bridge.CUDA_ARCHITECTURES else "not in this build",
         "threads": f"{torch.get_num_threads()} of torch",
     }
     if not torch.cuda.is_available():
@@ -144,77 +159,45 @@ def _driver_version() -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _run(kernel: str, where: str, cases: Sequence[Case]) -> KernelResult:
+def _wanted(cases: dict[str, list[Case]], kernels: Sequence[str]) -> dict[str, list[Case]]:
+    return {name: found for name, found in cases.items() if not kernels or name in kernels}
+
+
+def _result(kernel: str, where: str, outcomes: Iterable[Outcome]) -> KernelResult:
+    """Sum up the outcomes of a kernel's cases."""
     worst, worst_case = None, ""
     failures = []
-    for name, run in cases:
-        try:
-            comparisons = run()
-        # A kernel that does not compile or aborts is what a self-test is there to tell.
-        except Exception as error:  # noqa: BLE001
-            failures.append(f"{kernel} {name}: {type(error).__name__}: {error}")
-            continue
-        for comparison in comparisons:
+    num_cases = 0
+    for outcome in outcomes:
+        num_cases += 1
+        if outcome.failure is not None:
+            failures.append(f"{kernel} {outcome.case}: {outcome.failure}")
+        for comparison in outcome.comparisons:
             if not comparison.passed:
                 failures.append(
-                    f"{kernel} {name}: {comparison.name} is {comparison.error:.3g} away, bound {comparison.bound:.3g}"
+                    f"{kernel} {outcome.case}: {comparison.name} is {comparison.error:.3g} away, "
+                    f"bound {comparison.bound:.3g}"
                 )
             if worst is None or not comparison.share <= worst.share:
-                worst, worst_case = comparison, name
-    return KernelResult(kernel, where, len(cases), worst, worst_case, tuple(failures))
+                worst, worst_case = comparison, outcome.case
+    return KernelResult(kernel, where, num_cases, worst, worst_case, tuple(failures))
 
 
-def _gpu_cases(device: torch.device) -> dict[str, list[Case]]:
-    # Defines the kernels, which needs Triton.
-    from pyggtrain.kernels.reference.checks import CHECKS
-
-    return {
-        kernel: [
-            (f"{check.id} {str(dtype).removeprefix('torch.')}", partial(check.run, dtype, device))
-            for check in checks
-            for dtype in dtypes_of(device)
-        ]
-        for kernel, checks in CHECKS.items()
-    }
+def _products() -> list[tuple[str, int, int, int]]:
+    """Type, N, K and rows of the products whose kernels for few rows are worth compiling before they are timed."""
+    few = [rows for rows in _PRODUCT_ROWS if rows <= product_choice.MAX_FUSED_ROWS]
+    return [(type, *_PRODUCT_SHAPE, rows) for type in _PRODUCT_TYPES for rows in few]
 
 
-def _cpu_cases() -> dict[str, list[Case]]:
-    return {
-        "ggml dequantize": [(type, partial(_check_dequantize, type)) for type in DECODERS],
-        "quant_linear": [
-            (f"{type}_{case.id}", partial(_check_quant_linear, type, case))
-            for type in DECODERS
-            for case in QUANT_LINEAR_CASES
-        ],
-    }
-
-
-def _check_dequantize(type: str) -> list[Comparison]:
-    """ggml's own decoder against the reference, bit by bit."""
-    blocks = random_blocks(type, 9, 4 * DECODERS[type].block_size, generator=torch.Generator().manual_seed(0))
-    exact = reference.dequantize(blocks, type, dtype=torch.float32)
-    return [same_bits("weights", ops.dequantize(_weight(type, blocks)), exact)]
-
-
-def _check_quant_linear(type: str, case: QuantLinearCase) -> list[Comparison]:
-    """y = x Wᵀ and dx = dy W, with decoded weights and with ggml's 8-bit activations."""
-    generator = torch.Generator().manual_seed(0)
-    blocks = random_blocks(type, case.out_features, case.in_features, generator=generator)
-    weight, exact = _weight(type, blocks), reference.dequantize(blocks, type, dtype=torch.float64)
-    x = torch.randn(case.tokens, case.in_features, generator=generator)
-    dy = torch.randn(case.tokens, case.out_features, generator=generator)
-    leaf = x.clone().requires_grad_()
-    y = quant_linear(leaf, weight, compute="exact")
-    y.backward(dy)  # type: ignore[no-untyped-call]
-    assert leaf.grad is not None
-    expected = x.double() @ exact.t()
-    return [
-        as_near_as_torch("y", y.detach(), x @ exact.float().t(), expected),
-        as_near_as_torch("dx", leaf.grad, dy @ exact.float(), dy.double() @ exact),
-        relatively_close("y with ggml", quant_linear(x, weight, compute="ggml"), expected, bound=_EIGHT_BIT_NOISE),
-    ]
-
-
-def _weight(type: str, blocks: torch.Tensor) -> QuantTensor:
-    columns = blocks.shape[1] // DECODERS[type].block_bytes * DECODERS[type].block_size
-    return QuantTensor(name="blk.0.attn_q.weight", type=type, shape=(blocks.shape[0], columns), blocks=blocks)
+def _measure_products(device: torch.device) -> dict[str, dict[str, float]]:
+    """Let the choice be made for some products, and return all that were ever measured on this card."""
+    num_rows, num_columns = _PRODUCT_SHAPE
+    generator = torch.Generator(device).manual_seed(0)
+    for type in _PRODUCT_TYPES:
+        blocks = random_blocks(type, num_rows, num_columns, generator=generator)
+        for num_tokens in _PRODUCT_ROWS:
+            x = torch.zeros(num_tokens, num_columns, dtype=torch.bfloat16, device=device)
+            dy = torch.zeros(num_tokens, num_rows, dtype=torch.bfloat16, device=device)
+            quant_matmul.forward(x, blocks, type, compute="auto")
+            quant_matmul.backward(dy, blocks, type, compute="auto", out=torch.empty_like(x))
+    return product_choice.measured(device)

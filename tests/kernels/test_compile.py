@@ -55,6 +55,8 @@ from pyggtrain.kernels.gated_delta_rule.forward import (
     delta_rule_w_u_kernel,
 )
 from pyggtrain.kernels.gated_rms_norm import gated_rms_norm_bwd_kernel, gated_rms_norm_fwd_kernel
+from pyggtrain.kernels.dequant_matmul import dequant_matmul_bwd_kernel, dequant_matmul_fwd_kernel, sum_parts_kernel
+from pyggtrain.kernels.fp8 import column_maximum_kernel, quantize_columns_kernel, quantize_rows_kernel
 from pyggtrain.kernels.lora import lora_extend_kernel
 from pyggtrain.kernels.rms_norm import rms_norm_bwd_kernel, rms_norm_fwd_kernel
 from pyggtrain.kernels.rope import rope_kernel
@@ -134,6 +136,28 @@ for type, decoder in DECODERS.items():
     )
     grid = "*fp32" if decoder.grid == "IQ4" else "*u8"
     compile(dequantize_kernel, constants, other={"p_blocks": "*u8", "p_grid": grid})
+# one for each number of runs, and one that reads a table
+for type in ("TQ1_0", "Q4_K", "Q6_K", "IQ4_XS"):
+    decoder = DECODERS[type]
+    constants = dict(
+        decode=decoder_of(type),
+        BLOCK_BYTES=decoder.block_bytes,
+        LANES_PER_BLOCK=decoder.block_size // 8 // decoder.runs,
+        RUNS=decoder.runs,
+        RUN_STRIDE=decoder.run_stride,
+        ACCUMULATE=True,
+        BT=16,
+        BN=64,
+        LANES=16 // decoder.runs,
+    )
+    pointers = {"p_blocks": "*u8", "p_grid": "*fp32" if decoder.grid == "IQ4" else "*u8"}
+    compile(dequant_matmul_fwd_kernel, constants, other=pointers)
+    compile(dequant_matmul_bwd_kernel, constants, other=pointers)
+compile(sum_parts_kernel, dict(ACCUMULATE=True, BC=1024), float32=("p_parts",))
+rounded = {"p_q": "*fp8e4nv", "p_scale": "*fp32", "p_largest": "*fp32"}
+compile(quantize_rows_kernel, dict(LARGEST=448.0, BK=4096), other=rounded)
+compile(column_maximum_kernel, dict(BN=128, BK=128), other=rounded)
+compile(quantize_columns_kernel, dict(LARGEST=448.0, BN=64, BK=64), other=rounded)
 """
 
 

@@ -9,6 +9,7 @@ import torch
 from pyggtrain.errors import ConfigError
 from pyggtrain.training import prepare
 from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.prepare import compute_dtype
 
 CUDA = torch.device("cuda", 0)
 
@@ -43,3 +44,30 @@ def test_a_gpu_that_is_not_there_is_a_mistake() -> None:
     assert prepare.choose_device("auto").type == "cpu"
     with pytest.raises(ConfigError, match="sees no CUDA device; set device to cpu"):
         prepare.choose_device("cuda")
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp8", "fused", "mmq"])
+def test_arithmetic_of_a_gpu_is_refused_on_a_cpu(compute):
+    config = TrainConfig(model="m.gguf", data=("d",), output="o", compute=compute)
+    with pytest.raises(ConfigError, match=f"compute: found '{compute}' on cpu; needed: auto, exact or ggml, or a GPU"):
+        compute_dtype(config, torch.device("cpu"))
+
+
+def test_activations_have_the_type_that_compute_names(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    dtypes = {
+        compute: compute_dtype(
+            TrainConfig(model="m.gguf", data=("d",), output="o", compute=compute), torch.device("cuda")
+        )
+        for compute in ("auto", "exact", "bf16", "fp16", "fp8", "mmq")
+    }
+    others = dict.fromkeys(("auto", "bf16", "fp8", "mmq"), torch.bfloat16)
+    assert dtypes == others | {"exact": torch.float32, "fp16": torch.float16}
+
+
+def test_8_bit_floats_need_a_card_that_multiplies_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
+    config = TrainConfig(model="m.gguf", data=("d",), output="o", compute="fp8")
+    with pytest.raises(ConfigError, match="RTX 3090 multiplies no 8-bit floats"):
+        compute_dtype(config, torch.device("cuda"))

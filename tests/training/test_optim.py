@@ -92,6 +92,20 @@ def test_gradients_and_step_do_not_depend_on_the_cuts(cuts):
     torch.testing.assert_close(model.weight, whole.weight, rtol=1e-6, atol=0)
 
 
+def test_float16_divides_after_backward():
+    """The same update and loss, and backward starts from a gradient that does not shrink with the number of targets."""
+    model, plain = Model(), Model()
+    started = []
+    model.weight.register_hook(lambda gradient: started.append(gradient.abs().max().item()))
+    rows = [Rows([1.0, 1.0, 3.0]), Rows([]), Rows([3.0] * 1000)]
+    late = step(optimizer(model, max_grad_norm=0, compute="fp16"), model, *rows)
+    early = step(optimizer(plain, max_grad_norm=0), plain, *rows)
+    assert late.loss == pytest.approx(early.loss, rel=1e-6)
+    assert late.grad_norm == pytest.approx(early.grad_norm, rel=1e-6)
+    torch.testing.assert_close(model.weight, plain.weight, rtol=1e-6, atol=0)
+    assert started == pytest.approx([5 / 6, 500.0])
+
+
 def test_step_without_a_learnt_token_changes_nothing():
     model = Model()
     before = model.weight.detach().clone()

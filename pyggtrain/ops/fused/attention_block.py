@@ -98,7 +98,7 @@ class _AttentionFunction(torch.autograd.Function):
         o = o_THK.flatten(1)
         weight = run.weight("output", pairs[-1:], x.dtype)
         num_rows, width = weight.group.num_rows, weight.group.num_columns
-        y = torch.addmm(x, o, weight.values[:num_rows, :width].t())
+        y = weight.add_forward(x, o)
         low_rank_o = x.new_empty(x.shape[0], 0)
         if weight.padding:
             low_rank_o = o @ weight.values[num_rows:, :width].t()
@@ -141,14 +141,14 @@ class _AttentionFunction(torch.autograd.Function):
         if weight.padding:
             dy_b = dy @ weight.values[:num_rows, width:]
             d_o = dy_b @ weight.values[num_rows:, :width]
-            d_o.addmm_(dy, weight.values[:num_rows, :width])
+            weight.add_backward_(d_o, dy)
             rank = weight.num_ranks
             output_gradients = [
                 mm_float32(dy_b[:, :rank].t(), o_THK.flatten(1)).mul_(block.output.scales[0]),
                 mm_float32(dy.t(), low_rank_o[:, :rank]),
             ]
         else:
-            d_o = dy @ weight.values
+            d_o = weight.backward(dy)
         del weight
         q, k, v = heads_of(qkv, block.head_counts, block.head_width)
         d_q, d_k, d_v = gpu_attention_backward(

@@ -54,8 +54,8 @@ class _Run:
     gate_up: list[torch.Tensor] | None = None
 
     def gate_and_up(self, buffer: torch.Tensor, weight: ExtendedWeight) -> torch.Tensor:
-        """A buffer [t, 2 F + P] whose first 2 F columns are gate and up."""
-        gate_up = weight.output_buffer(buffer.shape[0])
+        """A buffer [t, at least 2 F] whose first 2 F columns are gate and up."""
+        gate_up = weight.result_buffer(buffer.shape[0])
         weight.forward(buffer, out=gate_up[:, : weight.group.num_rows])
         return gate_up
 
@@ -103,7 +103,7 @@ class _FeedForwardFunction(torch.autograd.Function):
                 kept_gate_up.append(gate_up)
             del gate_up
             low_rank_down.append(down.fill_low_rank(a))
-            torch.addmm(x[part], a, down.values[: down.group.num_rows].t(), out=z[part])
+            down.add_forward(x[part], a, out=z[part])
             del a
         assert down is not None
         if run.kept.weights and needs_backward:

@@ -3,6 +3,10 @@
     y = [x | s x Aᵀ] E[:N]ᵀ        dx = [dy | dy B] E[:, :K]        dA = s (dy B)ᵀ x        dB_i = dy_iᵀ (s_i x A_iᵀ)
 
 x and dy live in buffers with P more columns than they need, where the low-rank products go.
+
+With 8-bit floats (`kernels/fp8`) both factors of each big product are rounded row by row, the low-rank columns with
+them; the thin products, and with them all gradients of pairs, read unrounded numbers. A result of such a product has no
+free columns, so where dy takes the place of one, dy B lies beside it.
 """
 
 from collections.abc import Sequence
@@ -30,6 +34,7 @@ class LinearGroup:
         row_counts: N_i.
         num_columns: K.
         scales: alpha / r of each one's pair; any number for a linear without.
+        is_fp8: whether big products are of 8-bit floats.
     """
 
     blocks: tuple[torch.Tensor, ...]
@@ -37,6 +42,7 @@ class LinearGroup:
     row_counts: tuple[int, ...]
     num_columns: int
     scales: tuple[float, ...]
+    is_fp8: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -55,6 +61,7 @@ class ExtendedWeight:
 
     def __init__(self, group: LinearGroup, pairs: Sequence[Pair], dtype: torch.dtype) -> None:
         self.group = group
+        self._dy_b: torch.Tensor | None = None
         self.ranks = [0 if pair is None else pair[0].shape[0] for pair in pairs]
         self.num_ranks = sum(self.ranks)
         self.padding = padding_of(self.num_ranks)
@@ -88,6 +95,14 @@ class ExtendedWeight:
         """Uninitialised [T, N + P]: dy goes into the first N columns, `backward` does the rest."""
         return self.values.new_empty(num_tokens, self.group.num_rows + self.padding)
 
+    def result_buffer(self, num_tokens: int) -> torch.Tensor:
+        """A buffer for a result that dy replaces later: [T, N + P], or [T, N] with 8-bit floats."""
+        return (
+            self.values.new_empty(num_tokens, self.group.num_rows)
+            if self.group.is_fp8
+            else self.output_buffer(num_tokens)
+        )
+
     def fill_low_rank(self, x: torch.Tensor) -> torch.Tensor:
         """s x Aᵀ into the columns of the buffer x [T, K + P] behind its first K; returns a copy [T, P] to keep."""
         width = self.group.num_columns
@@ -97,8 +112,22 @@ class ExtendedWeight:
 
     def forward(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """y [T, N] from the buffer x [T, K + P], low-rank columns filled."""
+        if self.group.is_fp8:
+            return self._fp8_forward(x, self.values[: self.group.num_rows], out=out)
         rows = self.values[: self.group.num_rows].t()
         return torch.mm(x, rows) if out is None else torch.mm(x, rows, out=out)
+
+    def add_forward(self, residual: torch.Tensor, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """residual + y [T, N]. x is a buffer [T, K + P], or [T, K] for y without the low-rank part."""
+        weight = self.values[: self.group.num_rows, : x.shape[1]]
+        if self.group.is_fp8:
+            return torch.add(residual, self._fp8_forward(x, weight), out=out)
+        return torch.addmm(residual, x, weight.t(), out=out)
+
+    def add_backward_(self, dx: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        """dx += dy W, without the low-rank part."""
+        weight = self.values[: self.group.num_rows, : self.group.num_columns]
+        return dx.add_(self._fp8_backward(dy, weight)) if self.group.is_fp8 else dx.addmm_(dy, weight)
 
     def backward(self, dy: torch.Tensor) -> torch.Tensor:
         """Fill the columns of the buffer dy [T, N + P] behind its first N, and return dx [T, K].
@@ -110,7 +139,15 @@ class ExtendedWeight:
 
         num_rows, width = self.group.num_rows, self.group.num_columns
         if not self.padding:
-            return torch.mm(dy, self.values)
+            return self._fp8_backward(dy, self.values) if self.group.is_fp8 else torch.mm(dy, self.values)
+        if dy.shape[1] == num_rows:
+            self._dy_b = torch.mm(dy, self.values[:num_rows, width:])
+            return self._fp8_backward(dy, self.values[:num_rows, :width]).addmm_(
+                self._dy_b, self.values[num_rows:, :width]
+            )
+        if self.group.is_fp8:
+            torch.mm(dy[:, :num_rows], self.values[:num_rows, width:], out=dy[:, num_rows:])
+            return self._fp8_backward(dy, self.values[:, :width])
         if num_rows < 3 * width:
             torch.mm(dy[:, :num_rows], self.values[:num_rows, width:], out=dy[:, num_rows:])
             return torch.mm(dy, self.values[:, :width])
@@ -131,7 +168,9 @@ class ExtendedWeight:
         num_rows = self.group.num_rows
         if not self.padding:
             return [None, None] * len(self.ranks)
-        d_lora_a = self._scaled(mm_float32(dy[:, num_rows : num_rows + self.num_ranks].t(), x))
+        dy_b = dy[:, num_rows:] if self._dy_b is None else self._dy_b
+        d_lora_a = self._scaled(mm_float32(dy_b[:, : self.num_ranks].t(), x))
+        self._dy_b = None
         gradients: list[torch.Tensor | None] = []
         column = row = 0
         for rank, count in zip(self.ranks, self.group.row_counts, strict=True):
@@ -142,6 +181,16 @@ class ExtendedWeight:
                 gradients += [None, None]
             column, row = column + rank, row + count
         return gradients
+
+    def _fp8_forward(self, x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        from pyggtrain.kernels import fp8
+
+        return fp8.product(fp8.quantize_rows(x), fp8.quantize_rows(weight), out=out)
+
+    def _fp8_backward(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        from pyggtrain.kernels import fp8
+
+        return fp8.product(fp8.quantize_rows(dy), fp8.quantize_columns(weight))
 
     def _scaled(self, d_lora_a: torch.Tensor) -> torch.Tensor:
         """The rows of each pair times its scale, in place."""
