@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from pyggtrain.ops.operation import operation
 
-@torch.library.custom_op("pyggtrain::rms_norm", mutates_args=(), device_types=("cpu", "cuda"))
+
+@operation("rms_norm")
 def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     if x.is_cuda:
         from pyggtrain.kernels.rms_norm import rms_norm_forward
@@ -34,7 +36,7 @@ def _(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor
     return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32 if x.is_cuda else x.dtype)
 
 
-@torch.library.custom_op("pyggtrain::rms_norm_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("rms_norm_backward")
 def _rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, r: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
     if x.is_cuda:
         from pyggtrain.kernels.rms_norm import rms_norm_backward

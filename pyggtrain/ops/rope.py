@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import torch
 
+from pyggtrain.ops.operation import operation
+
 Pairing = Literal["NORM", "NEOX"]
 
 
@@ -35,7 +37,7 @@ def _pairwise(x: torch.Tensor) -> torch.Tensor:
     return x if is_aligned else x.contiguous()
 
 
-@torch.library.custom_op("pyggtrain::rope", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("rope")
 def _rope(
     x_THK: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, is_neox: bool, is_inverse: bool
 ) -> torch.Tensor:

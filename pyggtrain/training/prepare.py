@@ -39,7 +39,8 @@ from pyggtrain.training.memory import (
     mib,
     tune_allocator,
 )
-from pyggtrain.training.objectives import OBJECTIVES, Document, Objective
+from pyggtrain.training.memory_bound import plan_with_plenty
+from pyggtrain.training.objectives import OBJECTIVES, Document, Objective, Row
 from pyggtrain.training.optimizers import check_optimizer
 from pyggtrain.training.output import OutputFiles, check_free_space, check_output
 from pyggtrain.training.processes import Processes, join_processes
@@ -161,7 +162,7 @@ class Preparation:
     def _memory_text(self) -> str:
         plan = self.memory
         parts = ", ".join(f"{name} {mib(num_bytes)}" for name, num_bytes in plan.parts.items() if num_bytes)
-        text = f"about {mib(plan.total_bytes)} with {plan.num_tokens} tokens at a time, {plan.policy}: {parts}"
+        text = f"{plan.degree} {mib(plan.total_bytes)} with {plan.num_tokens} tokens at a time, {plan.policy}: {parts}"
         return f"{text}; {plan.bounds()}" if plan.bounds() else text
 
 
@@ -312,6 +313,10 @@ def _planned(config: TrainConfig, base: GGUFFile, device: torch.device, data: Ru
     """The plan made from the header alone; None on a GPU, where it is measured once the model is there."""
     if device.type == "cuda":
         return None
+    longest = _longest_rows(config, data)
+    plan = plan_with_plenty(base, config, device, lambda size: sum(row.num_tokens for row in longest(size)))
+    if plan is not None:
+        return plan
     rehearsal = Rehearsal(base, config, lora_config(config))
     return Planner(RehearsedNeed(rehearsal), config, device, _longest(config, data, rehearsal.objective)).choose()
 
@@ -323,18 +328,22 @@ def _measured(config: TrainConfig, model: Model, device: torch.device, data: Run
 
 def _longest(config: TrainConfig, data: RunData, objective: Objective) -> Callable[[int], list[Document]]:
     """The longest micro-batch of so many rows (or packs), of those to train on and those held out."""
+    longest = _longest_rows(config, data)
+    return lambda size: [document for row in longest(size) for document in objective.documents(row)]
+
+
+def _longest_rows(config: TrainConfig, data: RunData) -> Callable[[int], list[Row]]:
     plan = micro_batches(config, data.rows)
 
-    def documents(size: int) -> list[Document]:
+    def rows(size: int) -> list[Row]:
         longest_held_out = data.held_out.lengths.argsort()[::-1][:size]
         some = [
             [data.rows[index] for index in plan.largest(size)],
             [data.held_out[int(index)] for index in longest_held_out],
         ]
-        rows = max(some, key=lambda rows: sum(row.num_tokens for row in rows))
-        return [document for row in rows for document in objective.documents(row)]
+        return max(some, key=lambda rows: sum(row.num_tokens for row in rows))
 
-    return documents
+    return rows
 
 
 def _kind(tensor: str) -> str:
