@@ -354,11 +354,12 @@ def _documents(
 
 def _compare(ready: Preparation) -> ParityReport:
     config = ready.config
+    model, pairs = ready.whole_model()
     return verify_adapter(
         ready.base.path,
         ready.files.adapter,
         ready.data.documents(),
-        ours=TrainedModel(ready.model, ready.adapter.pairs),
+        ours=TrainedModel(model, pairs),
         settings=ParitySettings(max_tokens=config.verify_tokens, num_threads=config.num_threads or num_usable_cores()),
         served=None if config.runtime == "bridge" else ServerRuntime(config.runtime),
     )

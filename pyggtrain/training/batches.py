@@ -45,7 +45,7 @@ class Batches:
         held_out: encoded rows that are never trained on.
         config: sizes and seed.
         device: where batches go.
-        processes: n of them share a step: process k takes the micro-batches k, k + n, ...
+        processes: n copies of the model share a step: copy k takes the micro-batches k, k + n, ...
 
     Attributes:
         steps_per_epoch: optimiser steps in one pass over the rows; the last one takes what is left.
@@ -65,9 +65,9 @@ class Batches:
         self._objective, self._rows, self._held_out = objective, rows, held_out
         self._config, self._device, self._processes = config, device, processes
         self._fills_up = can_graph(config, objective.model)
-        self._plan = micro_batches(config, rows, processes.count)
+        self._plan = micro_batches(config, rows, processes.num_replicas)
         self.steps_per_epoch = self._plan.steps_per_epoch
-        self.num_steps = count_steps(config, self._plan.num_units, processes.count)
+        self.num_steps = count_steps(config, self._plan.num_units, processes.num_replicas)
 
     def of_step(self, step: int) -> Step:
         """Return what optimiser step `step` computes, counted from 0 over all epochs."""
@@ -106,7 +106,7 @@ class Batches:
         return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
 
     def _own(self, items: list[Any]) -> list[Any]:
-        return items[self._processes.rank :: self._processes.count]
+        return items[self._processes.replica :: self._processes.num_replicas]
 
 
 def count_steps(config: TrainConfig, num_rows: int, num_processes: int = 1) -> int:

@@ -162,6 +162,12 @@ class TrainConfig:
     base file included. The fastest setting that stays below is taken; a run that oversteps it stops with an error."""
     num_threads: int = 0
     """CPU threads; 0 takes all cores this process may use. Another number may change the last bits of a result."""
+    split_mode: Literal["none", "layer"] = "none"
+    """With several processes (torchrun): "none" gives each of them the whole model and a share of the rows, "layer" a
+    part of the layers, for a model that fits no single device. llama-server calls it so too."""
+    tensor_split: tuple[float, ...] = ()
+    """With split_mode layer: how many layers each process gets, as shares (3 1: three quarters and one). By default
+    the weights are spread by the free memory of the devices."""
     ddp_timeout: int = 600
     """With several processes (torchrun): seconds after which one that does not answer is given up and the run ends."""
     seed: int = 3407
@@ -466,6 +472,10 @@ def _mistakes(config: TrainConfig) -> list[str]:
             f"lr_scheduler_type: found {config.lr_scheduler_type!r} with optim schedule_free_adamw, which replaces the "
             "schedule; needed: constant (warm-up stays)"
         )
+    if config.tensor_split and config.split_mode == "none":
+        mistakes.append("tensor_split: has no effect without split_mode layer")
+    if any(not share > 0 for share in config.tensor_split):
+        mistakes.append(f"tensor_split: found {list(config.tensor_split)}; needed: numbers above 0")
     if config.resume and config.overwrite:
         mistakes.append(
             "resume, overwrite: one continues the run beside `output`, the other discards it; give one of them"

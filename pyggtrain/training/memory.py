@@ -53,7 +53,8 @@ class MemoryPlan:
         parts: name -> bytes, all at the moment when they are the most together.
         limit_bytes: what the user allows; None: no limit was set.
         free_bytes: free memory of the device when it was planned; None if the system does not tell.
-        is_bound: the parts are upper bounds, see `training.memory_bound`.
+        degree: how sure the numbers are, as words before them: "at most" where they are upper bounds (see
+            `training.memory_bound`), "at least" where a part is not known.
     """
 
     policy: str
@@ -63,7 +64,7 @@ class MemoryPlan:
     parts: dict[str, int]
     limit_bytes: int | None
     free_bytes: int | None
-    is_bound: bool = False
+    degree: str = "about"
 
     @property
     def total_bytes(self) -> int:
@@ -89,11 +90,6 @@ class MemoryPlan:
     def fits(self) -> bool:
         """Whether it stays below the limit and within the free memory."""
         return self.missing_bytes == 0
-
-    @property
-    def degree(self) -> str:
-        """How sure its numbers are, as a word before them."""
-        return "at most" if self.is_bound else "about"
 
     def need(self) -> str:
         """What the longest micro-batch takes, as a sentence without its end."""

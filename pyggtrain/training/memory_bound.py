@@ -65,7 +65,7 @@ def plan_with_plenty(
         parts=_parts(file, config, tokens),
         limit_bytes=None,
         free_bytes=free_bytes,
-        is_bound=True,
+        degree="at most",
     )
     return plan if plan.new_bytes <= _PLENTY * free_bytes else None
 

@@ -23,6 +23,7 @@ from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.interrupts import StopRequested
 from pyggtrain.training.objectives import Objective
 from pyggtrain.training.optimizers import make_optimizer
+from pyggtrain.training.pipeline import Pipeline
 from pyggtrain.training.processes import Processes
 from pyggtrain.training.step_graph import StepGraphs
 
@@ -77,6 +78,7 @@ class Optimizer:
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
         self.graphs: StepGraphs | None = None
+        self.pipeline: Pipeline | None = None
         self._optimizer = make_optimizer(self.parameters, config)
 
     def step(
@@ -111,6 +113,12 @@ class Optimizer:
         totals = torch.zeros(len(objective.metrics) + 2, device=device)
         is_stopping = False
         self.clear_gradients()
+        if self.pipeline is not None:
+            # A micro-batch that has begun must go through all processes, so nobody stops in between.
+            if self.processes.any(should_stop()):
+                raise StopRequested
+            self.pipeline.add_gradients(micro_batches, seeds, num_units, totals)
+            micro_batches = seeds = ()
         for batch, seed in zip(micro_batches, seeds, strict=True):
             if should_stop():
                 is_stopping = True
@@ -129,7 +137,9 @@ class Optimizer:
             mean.backward()  # type: ignore[no-untyped-call]
             totals[0] += mean.detach()
             totals[1:-1] += values / num_units
-        if self.processes.count > 1:
+        if self.pipeline is not None:
+            self.processes.sum_(totals)
+        elif self.processes.count > 1:
             self._sum_over_processes(totals)
             is_stopping = bool(totals[-1] > 0)
         if is_stopping:
@@ -190,8 +200,8 @@ class Optimizer:
 
         Not by torch's own method, which casts everything to the parameter's type: codes of 8 bits would become floats.
         """
-        for name, kept in state["state"].items():
-            parameter = self.parameters[name]
+        for name, parameter in self.parameters.items():
+            kept = state["state"][name]
             self._optimizer.state[parameter] = {
                 key: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
                 for key, value in kept.items()
@@ -224,6 +234,8 @@ class Optimizer:
         """Clip and update, unless something is not finite."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         total_norm = torch.nn.utils.get_total_norm(gradients)
+        if self.pipeline is not None:
+            total_norm = self.processes.sum_(total_norm.square()).sqrt()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_ratio"]
         if self._decides_on_device:

@@ -21,7 +21,7 @@ from pyggtrain.gguf import GGUFFile, Tokenizer
 from pyggtrain.gguf.finite import check_finite
 from pyggtrain.gguf.hub import local_path
 from pyggtrain.gguf.readable import check_readable
-from pyggtrain.nn import Model, activation_dtype
+from pyggtrain.nn import LoraPair, Model, activation_dtype
 from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
 from pyggtrain.training.config import TrainConfig
@@ -34,6 +34,7 @@ from pyggtrain.training.memory import (
     MemoryPlan,
     Planner,
     RehearsedNeed,
+    free_memory_bytes,
     join_free_device_memory,
     limit_device_memory,
     mib,
@@ -43,9 +44,10 @@ from pyggtrain.training.memory_bound import plan_with_plenty
 from pyggtrain.training.objectives import OBJECTIVES, Document, Objective, Row
 from pyggtrain.training.optimizers import check_optimizer
 from pyggtrain.training.output import OutputFiles, check_free_space, check_output
+from pyggtrain.training.pipeline import Pipeline, Split, shares_of, split_layers
 from pyggtrain.training.processes import Processes, join_processes
 from pyggtrain.training.progress import Progress
-from pyggtrain.training.rehearse import Rehearsal
+from pyggtrain.training.rehearse import ADAPTER, BASE, GRADIENTS, OPTIMISER, Rehearsal
 from pyggtrain.training.schedule import num_warmup_steps
 from pyggtrain.training.trackers import Together, check_trackers, make_trackers
 from pyggtrain.training.trainer import Trainer
@@ -70,7 +72,8 @@ class Preparation:
         memory: expected memory.
         checkpoint: state to continue from, None for a new run.
         started: when the run was started first (ISO 8601).
-        processes: that share the rows; the first one writes and tells.
+        processes: that share the rows, or the layers; the first one writes and tells.
+        split: which layers each process has; None: all of them.
     """
 
     config: TrainConfig
@@ -86,13 +89,14 @@ class Preparation:
     checkpoint: Checkpoint | None
     started: str
     processes: Processes
+    split: Split | None
 
     @cached_property
     def facts(self) -> dict[str, str]:
         """The plan, for a person: name -> value."""
         config, adapter, data = self.config, self.adapter, self.data
         pairs = adapter.pairs.values()
-        num_processes = self.processes.count
+        num_processes = self.processes.num_replicas
         plan = micro_batches(config, data.rows, num_processes)
         num_steps = count_steps(config, plan.num_units, num_processes)
         step_rows = config.step_rows * num_processes
@@ -126,6 +130,8 @@ class Preparation:
             "device": f"{self.device}, {torch.get_num_threads()} threads, compute {config.compute}",
             "memory": self._memory_text(),
         }
+        if self.split is not None:
+            facts["layers"] = f"{self.split} on {self.processes.count} processes"
         if self.checkpoint is not None:
             facts["resume"] = f"after step {self.checkpoint.step}, started {self.started}"
         return facts
@@ -137,9 +143,10 @@ class Preparation:
     def trainer(self, progress: Progress) -> Trainer:
         """Return the loop for this run."""
         config, data = self.config, self.data
-        parameters = {}
+        parameters, others = {}, {}
         for name, pair in self.adapter.pairs.items():
-            parameters[f"{name}.lora_a"], parameters[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
+            some = parameters if self._is_own(name) else others
+            some[f"{name}.lora_a"], some[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
         return Trainer(
             OBJECTIVES[config.method](self.model, config),
             parameters,
@@ -155,8 +162,42 @@ class Preparation:
             device=self.device,
             progress=Together([progress, *make_trackers(config, self.files)]),
             processes=self.processes,
+            pipeline=self._pipeline(),
+            other_parameters=others,
+            layers=None if self.split is None else str(self.split),
             check_base=self.base.check_unchanged,
             memory_excess=MemoryGuard(self.memory.limit_bytes, self.device).excess,
+        )
+
+    def whole_model(self) -> tuple[Model, dict[str, LoraPair]]:
+        """The model with all its layers in one place, and the pairs of the adapter in it."""
+        if self.split is None:
+            return self.model, self.adapter.pairs
+        # On the CPU, where every machine has room for the mapped file.
+        model = models.load(self.base, compute=self.config.compute)
+        pairs = {}
+        for name, pair in self.adapter.pairs.items():
+            moved = LoraPair(pair.lora_a.detach().cpu(), pair.lora_b.detach().cpu(), scale=pair.scale)
+            pairs[name] = model.linears[name].lora = moved
+        return model, pairs
+
+    def _is_own(self, tensor: str) -> bool:
+        """Whether this process trains the pair of a tensor: those of its layers, and on the last one the head's."""
+        if self.split is None:
+            return True
+        layers, layer = self.split.layers(self.processes.rank), re.match(r"blk\.(\d+)\.", tensor)
+        return int(layer[1]) in layers if layer else layers.stop == len(self.model.layers)
+
+    def _pipeline(self) -> Pipeline | None:
+        if self.split is None:
+            return None
+        return Pipeline(
+            self.model,
+            self.config,
+            self.processes,
+            self.device,
+            width=self.base.tensor_infos["token_embd.weight"].shape[-1],
+            dtype=compute_dtype(self.config, self.device),
         )
 
     def _memory_text(self) -> str:
@@ -178,7 +219,7 @@ def prepare(config: TrainConfig) -> Preparation:
     """
     check_optimizer(config)
     check_trackers(config)
-    processes = join_processes(config.ddp_timeout)
+    processes = join_processes(config.ddp_timeout, is_split=config.split_mode == "layer")
     config = replace(config, model=str(local_path(config.model)))
     files = OutputFiles(Path(config.output))
     check_output(files, Path(config.model), overwrite=config.overwrite, resume=config.resume)
@@ -203,8 +244,9 @@ def prepare(config: TrainConfig) -> Preparation:
     if device.type == "cuda":
         join_free_device_memory()
     limit_device_memory(config.max_memory, device)
+    split = _split(config, base, processes, device)
     # An adapter to start from brings its own ranks, which are known when it is read.
-    planned = None if config.init_adapter else _planned(config, base, device, data)
+    planned = None if config.init_adapter or split is not None else _planned(config, base, device, data)
     if planned is not None:
         tune_allocator(planned.policy)
     model = models.load(
@@ -213,6 +255,7 @@ def prepare(config: TrainConfig) -> Preparation:
         device=str(device),
         dtype=compute_dtype(config, device),
         compute=config.compute,
+        layers=None if split is None else split.layers(processes.rank),
     )
     start = None if config.init_adapter is None else read_init_adapter(config.init_adapter, base, model)
     if start is not None:
@@ -222,7 +265,10 @@ def prepare(config: TrainConfig) -> Preparation:
         restore(adapter, start)
     model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
-    if planned is None and model.is_fused:
+    if split is not None:
+        memory = _of_part(config, model, device, data)
+        model.checkpoint_policy = memory.policy
+    elif planned is None and model.is_fused:
         longest = _longest(config, data, OBJECTIVES[config.method](model, config))
         memory, model.kept = plan_fused(model, config, device, tokenizer.num_tokens, longest)
     else:
@@ -237,7 +283,20 @@ def prepare(config: TrainConfig) -> Preparation:
         gradient_accumulation_steps=config.step_rows // memory.micro_batch_size,
     )
     return Preparation(
-        config, files, base, tokenizer, device, max_length, data, model, adapter, memory, checkpoint, started, processes
+        config,
+        files,
+        base,
+        tokenizer,
+        device,
+        max_length,
+        data,
+        model,
+        adapter,
+        memory,
+        checkpoint,
+        started,
+        processes,
+        split,
     )
 
 
@@ -319,6 +378,62 @@ def _planned(config: TrainConfig, base: GGUFFile, device: torch.device, data: Ru
         return plan
     rehearsal = Rehearsal(base, config, lora_config(config))
     return Planner(RehearsedNeed(rehearsal), config, device, _longest(config, data, rehearsal.objective)).choose()
+
+
+def _split(config: TrainConfig, base: GGUFFile, processes: Processes, device: torch.device) -> Split | None:
+    """Which layers each process gets; None where each has all of them.
+
+    Raises:
+        ConfigError: settings that a split model cannot have, or no processes to split it over.
+    """
+    if config.split_mode == "none":
+        return None
+    if processes.count == 1:
+        raise ConfigError("split_mode: layer needs several processes; start them with torchrun, or set it to none.")
+    if config.max_memory is not None:
+        raise ConfigError(
+            "max_memory: the memory of a part of a model is not planned yet; leave it out with split_mode."
+        )
+    if config.gradient_checkpointing == "offload":
+        raise ConfigError(
+            "gradient_checkpointing: offload holds one micro-batch at a time, and a split model has several on the "
+            "way; needed: none, matmuls or layers"
+        )
+    sizes: Counter[int] = Counter()
+    for name, tensor in base.tensors.items():
+        if layer := re.match(r"blk\.(\d+)\.", name):
+            sizes[int(layer[1])] += tensor.num_bytes
+    shares = shares_of(config, processes, free_memory_bytes(device) if device.type == "cuda" else None)
+    return split_layers([sizes[index] for index in range(len(sizes))], shares)
+
+
+def _of_part(config: TrainConfig, model: Model, device: torch.device, data: RunData) -> MemoryPlan:
+    """What this process's part of a split model takes at least. The leanest policy is taken if none is set: as many
+    micro-batches as there are processes are on the way at the same time.
+    """
+    own = [
+        linear
+        for name, linear in model.linears.items()
+        if model.own_layers is not None
+        and ((layer := re.match(r"blk\.(\d+)\.", name)) is None or int(layer[1]) in model.own_layers)
+    ]
+    num_parameters = sum(parameter.numel() for linear in own if linear.lora for parameter in linear.lora.parameters())
+    longest = _longest_rows(config, data)(config.micro_batch_size)
+    return MemoryPlan(
+        policy="layers" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing,
+        micro_batch_size=config.micro_batch_size,
+        num_tokens=sum(row.num_tokens for row in longest),
+        device_type=device.type,
+        parts={
+            BASE: sum(linear.weight.numel() for linear in own),
+            ADAPTER: 4 * num_parameters,
+            OPTIMISER: 8 * num_parameters,
+            GRADIENTS: 4 * num_parameters,
+        },
+        limit_bytes=None,
+        free_bytes=free_memory_bytes(device),
+        degree="at least",
+    )
 
 
 def _measured(config: TrainConfig, model: Model, device: torch.device, data: RunData) -> MemoryPlan:

@@ -51,11 +51,11 @@ def test_bound_is_above_the_rehearsed_need(tiny_llama_path, num_tokens, settings
         "none", [row] * 2
     )
     plan = bound(tiny_llama_path, num_tokens, config)
-    assert plan.is_bound and plan.policy == "none" and plan.num_tokens == num_tokens
-    for name, num_bytes in need.items():
-        # What loading decodes is counted with the file; the program is the same but for what was made meanwhile.
-        if name not in ("program", "base file", "optimiser"):
-            assert plan.parts[name] >= num_bytes, name
+    assert plan.degree == "at most" and plan.policy == "none" and plan.num_tokens == num_tokens
+    assert plan.parts["adapter"] >= need["adapter"]
+    # What comes and goes. Loading decodes a little that the rehearsal counts with the file; the program grew meanwhile.
+    passing = ("gradients", "activations", "loss chunk", "workspace", "allocator")
+    assert sum(plan.parts[name] for name in passing) >= sum(need.get(name, 0) for name in passing)
     assert plan.total_bytes >= sum(need.values())
 
 
