@@ -86,23 +86,26 @@ def test_other_tokenizers_encode_the_whole(vocabulary: Callable[[str], Tokenizer
 
 def test_special_tokens_that_reach_over_a_cut_forbid_words(vocabulary: Callable[[str], Tokenizer], monkeypatch) -> None:
     tokenizer = vocabulary("gpt-2")
-    for text in ("[A B]", "END", "x> "):
+    for text in ("[A B]", "END", "<x> ", "<y>\n"):
         monkeypatch.setattr(Tokenizer, "special_texts", [text])
         assert Words.of(tokenizer) is None
     monkeypatch.setattr(Tokenizer, "special_texts", ["<a>", "[b]"])
     asked = []
-    words = Words(lambda text: asked.append(text) or [len(asked)], ">]")
+    words = Words(lambda text: asked.append(text) or [len(asked)], ["<a>", "[b]"])
     assert words.encode("one <a> two] three. four") == [1, 2, 3]
     assert asked == ["one", " <a> two] three.", " four"]
+    asked.clear()
+    words.encode("end<a>\nbegin\n<a>\n/x\n\ny")
+    assert asked == ["end<a>\n", "begin\n<a>\n/x\n\ny"]
 
 
 def test_words_are_asked_for_once_and_long_ones_are_not_kept() -> None:
     asked: list[str] = []
-    words = Words(lambda text: asked.append(text) or [len(text)], "")
+    words = Words(lambda text: asked.append(text) or [len(text)], [])
     for _ in range(3):
-        words.encode("say it again and say it " + "x" * 60)
+        words.encode("say it again and say it " + "x" * 200)
     assert asked.count(" say") == asked.count(" it") == asked.count("say") == 1
-    assert asked.count(" " + "x" * 60) == 3
+    assert asked.count(" " + "x" * 200) == 3
 
 
 def test_every_pre_tokenizer_named_is_one_that_llama_cpp_knows(llama_cpp_models: Path) -> None:
