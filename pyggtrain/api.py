@@ -133,8 +133,8 @@ def train(
 def run(ready: Preparation, *, progress: Progress) -> TrainResult:
     """Train what `prepare` returned; see `train`."""
     config, files = ready.config, ready.files
-    trainer = ready.trainer(progress)
     with explained_out_of_memory(ready.memory):
+        trainer = ready.trainer(progress)
         summary = trainer.run()
     if not ready.processes.is_first:
         return TrainResult(files, summary, None, None)

@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 _NAMESPACE = "pyggtrain"
 # Registrations last as long as this object.
-_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 class Operation(Generic[_P, _R]):

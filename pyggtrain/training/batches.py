@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.data import micro_batches
 from pyggtrain.training.objectives import Objective
 from pyggtrain.training.processes import Processes
+from pyggtrain.training.reference_log_probs import ReferencedPair
 from pyggtrain.training.step_graph import can_graph, filled_up
 
 
@@ -99,6 +100,9 @@ class Batches:
     def _batch(self, rows: Sequence[Any]) -> Batch:
         documents = [document for row in rows for document in self._objective.documents(row)]
         batch = Batch.from_documents(documents)
+        if all(isinstance(row, ReferencedPair) for row in rows):
+            sums = [value for row in rows for value in row.reference]
+            batch = replace(batch, reference_B=torch.tensor(sums, dtype=torch.float64))
         return (filled_up(batch) if self._fills_up else batch).to(self._device)
 
     def _cut(self, rows: Sequence[Any]) -> list[list[Any]]:

@@ -26,7 +26,7 @@ from torch.nn import functional
 from pyggtrain.errors import ConfigError
 from pyggtrain.nn import Batch, Model
 from pyggtrain.training.config import TrainConfig
-from pyggtrain.training.objectives import OBJECTIVES, Objective
+from pyggtrain.training.objectives import OBJECTIVES, DocumentLogProbs, Objective
 from pyggtrain.training.processes import Processes
 
 # Lengths of what travels are rounded up to a multiple of this, so that few shapes come up.
@@ -193,6 +193,16 @@ class Pipeline:
         """Run micro-batches forward only; summed losses and metrics are added to `totals` on the last process."""
         with torch.no_grad():
             self._run(batches, (), 1, totals)
+
+    def add_document_log_probs(self, batches: Sequence[Batch], found: list[torch.Tensor]) -> None:
+        """Run micro-batches forward only; on the last process the log-probabilities of each one's documents, float64
+        [B], are appended to `found`.
+        """
+        trained, self._objective = self._objective, DocumentLogProbs(self._tail, found)
+        try:
+            self.add_losses(batches, torch.zeros(2))
+        finally:
+            self._objective = trained
 
     def compute(self, x: torch.Tensor, number: int, num_tokens: int) -> torch.Tensor:
         """This process's part of micro-batch `number` of those at work.

@@ -3,11 +3,12 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +48,7 @@ from pyggtrain.training.output import OutputFiles, check_free_space, check_outpu
 from pyggtrain.training.pipeline import Pipeline, Split, shares_of, split_layers
 from pyggtrain.training.processes import Processes, join_processes
 from pyggtrain.training.progress import Progress
+from pyggtrain.training.reference_log_probs import ReferenceModel
 from pyggtrain.training.rehearse import ADAPTER, BASE, GRADIENTS, OPTIMISER, Rehearsal
 from pyggtrain.training.schedule import num_warmup_steps
 from pyggtrain.training.trackers import Together, check_trackers, make_trackers
@@ -143,15 +145,31 @@ class Preparation:
     def trainer(self, progress: Progress) -> Trainer:
         """Return the loop for this run."""
         config, data = self.config, self.data
-        parameters, others = {}, {}
+        parameters: dict[str, torch.Tensor] = {}
+        others: dict[str, torch.Tensor] = {}
         for name, pair in self.adapter.pairs.items():
             some = parameters if self._is_own(name) else others
             some[f"{name}.lora_a"], some[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
+        pipeline = self._pipeline()
+        rows: Sequence[Any] = data.rows
+        held_out: Sequence[Any] = data.held_out
+        if config.precompute_ref_log_probs:
+            progress.message("computing what the base model thinks of all answers, or reading it from the cache")
+            reference = ReferenceModel(
+                self.model,
+                base_sha256=self.base.sample_sha256,
+                compute=f"{config.model_impl} {config.compute} {compute_dtype(config, self.device)}",
+                micro_batch_size=config.micro_batch_size,
+                device=self.device,
+                processes=self.processes,
+                pipeline=pipeline,
+            )
+            rows, held_out = reference.of(rows), reference.of(held_out)
         return Trainer(
             OBJECTIVES[config.method](self.model, config),
             parameters,
-            data.rows,
-            data.held_out,
+            rows,
+            held_out,
             config=config,
             files=self.files,
             base_sha256=self.base.sample_sha256,
@@ -162,7 +180,7 @@ class Preparation:
             device=self.device,
             progress=Together([progress, *make_trackers(config, self.files)]),
             processes=self.processes,
-            pipeline=self._pipeline(),
+            pipeline=pipeline,
             other_parameters=others,
             layers=None if self.split is None else str(self.split),
             check_base=self.base.check_unchanged,
@@ -452,7 +470,7 @@ def _longest_rows(config: TrainConfig, data: RunData) -> Callable[[int], list[Ro
 
     def rows(size: int) -> list[Row]:
         longest_held_out = data.held_out.lengths.argsort()[::-1][:size]
-        some = [
+        some: list[list[Row]] = [
             [data.rows[index] for index in plan.largest(size)],
             [data.held_out[int(index)] for index in longest_held_out],
         ]

@@ -56,6 +56,7 @@ def run_processes(fork_server, tmp_path):
     [
         {},
         {"method": "orpo", "pairs": True},
+        {"method": "dpo", "pairs": True, "precompute_ref_log_probs": True},
         {"gradient_checkpointing": "layers"},
         {"gradient_checkpointing": "matmuls", "packing": True, "max_seq_length": 24},
     ],

@@ -29,6 +29,7 @@ from pyggtrain.training.output import OutputFiles
 from pyggtrain.training.pipeline import Pipeline, shares_of, split_layers
 from pyggtrain.training.processes import Processes
 from pyggtrain.training.progress import Progress
+from pyggtrain.training.reference_log_probs import ReferenceModel
 from pyggtrain.training.trainer import Trainer
 
 
@@ -102,11 +103,23 @@ def make_trainer(
         width = file.metadata["llama.embedding_length"]
         model.checkpoint_policy = "none" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing
         pipeline = Pipeline(model, config, processes, torch.device("cpu"), width=width, dtype=torch.float32)
+    rows, held_out = list(rows), list(held_out)
+    if config.precompute_ref_log_probs:
+        reference = ReferenceModel(
+            model,
+            base_sha256=str(folder),
+            compute="",
+            micro_batch_size=config.micro_batch_size,
+            device=torch.device("cpu"),
+            processes=processes or Processes(),
+            pipeline=pipeline,
+        )
+        rows, held_out = reference.of(rows), reference.of(held_out)
     return Trainer(
         OBJECTIVES[config.method](model, config),
         parameters,
-        list(rows),
-        list(held_out),
+        rows,
+        held_out,
         config=config,
         files=files,
         base_sha256="base",
