@@ -274,22 +274,22 @@ class Pipeline:
 
         rank, count = self._processes.rank, self._processes.count
 
-        def example(is_end: bool, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            device = "cpu" if is_end and dtype == torch.int64 else self._device
-            shape = size if is_end else (num_tokens, self._width)
-            return torch.empty(shape, dtype=dtype if is_end else self._dtype, device=device)
-
+        # What a stage sends back is decided by whether its example wants a gradient.
+        travelling = torch.empty(num_tokens, self._width, dtype=self._dtype, device=self._device)
+        loss = torch.empty(1, dtype=torch.float32, device=self._device)
+        travelling.requires_grad_(has_backward)
+        loss.requires_grad_(has_backward)
         stage = PipelineStage(
             _Part(self, num_tokens),
             rank,
             count,
             self._device,
-            input_args=(example(rank == 0, (1,), torch.int64),),
-            output_args=(example(rank + 1 == count, (1,), torch.float32).requires_grad_(has_backward),),
+            input_args=(torch.empty(1, dtype=torch.int64) if rank == 0 else travelling,),
+            output_args=(loss if rank + 1 == count else travelling,),
         )
         kind = Schedule1F1B if has_backward and num_batches >= count else ScheduleGPipe
-        loss: Callable[..., torch.Tensor] | None = (lambda output, target: output.sum()) if has_backward else None
-        return kind(stage, num_batches, loss_fn=loss, scale_grads=False)
+        loss_of: Callable[..., torch.Tensor] | None = (lambda output, target: output.sum()) if has_backward else None
+        return kind(stage, num_batches, loss_fn=loss_of, scale_grads=False)
 
 
 def _fold(seed: int, rank: int) -> int:
