@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 spec = importlib.util.spec_from_file_location("test_trainer", sys.argv[1])
 tests = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tests)
-model = sys.argv[2]
+model_path = sys.argv[2]
 
 def run(rank, folder, scenario, settings):
     is_split = settings.get("split_mode") == "layer"
@@ -46,10 +46,10 @@ def run(rank, folder, scenario, settings):
     held_out = tests.make_rows(num_held_out, seed=8)
     if settings.pop("pairs", False):
         rows, held_out = tests.make_pairs(len(rows)), tests.make_pairs(num_held_out)
-    trainer = tests.make_trainer(model, folder, rows=rows, held_out=held_out, processes=processes, **settings)
+    trainer = tests.make_trainer(model_path, folder, rows=rows, held_out=held_out, processes=processes, **settings)
     # Where the model is split, the last process alone computes losses, and all of them run layers.
-    place, name = (trainer.optimizer.pipeline, "compute") if is_split else (trainer.objective.model, "loss")
-    compute, calls = getattr(place, name), iter(range(1, 10_000))
+    model, name = trainer.objective.model, "run_own_layers" if is_split else "loss"
+    compute, calls = getattr(model, name), iter(range(1, 10_000))
     def counted(*arguments):
         if next(calls) == 3 and rank == 1:
             if scenario == "fault":
@@ -61,7 +61,7 @@ def run(rank, folder, scenario, settings):
             if scenario == "stop":
                 os.kill(os.getpid(), signal.SIGTERM)
         return compute(*arguments)
-    setattr(place, name, counted)
+    setattr(model, name, counted)
     summary = trainer.run()
     torch.save({"weights": tests.weights(trainer), "eval_loss": summary.eval_loss}, folder / f"{rank}.pt")
 
