@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from pyggtrain.cli import main
-from pyggtrain.gguf import GGUFFile, QuantTensor, quantize_tensor, typed_metadata, write_gguf
+from pyggtrain.gguf import GGUFFile, QuantTensor, TypedValue, quantize_tensor, typed_metadata, write_gguf
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
 # First words of an indented line that make it a command.
 PROGRAMS = ("pyggtrain", "python", "python3", "torchrun", "llama-server", "ollama", "pip")
+# Few, so that comparing logits takes little time.
+NUM_TOKENS = 2048
 NOT_RUN = {
     r"llama-server .*": "the user's own; tests/validation/test_llama_server.py serves adapters with one",
     r"ollama .*": "the user's own; tests/training/test_serving.py checks the Modelfile",
@@ -51,7 +53,7 @@ def why_not_run(command: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def tiny_model(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of width 256 with SmolLM2's vocabulary and chat template; everything in F16."""
+    """Two layers of width 256 with the first tokens of SmolLM2's vocabulary, and its chat template; all in F16."""
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     generator = torch.Generator().manual_seed(1)
 
@@ -59,8 +61,19 @@ def tiny_model(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         return quantize_tensor(name, torch.randn(*shape, generator=generator) * 0.05, type)
 
     width, ff, kv = 256, 512, 128
+    metadata = typed_metadata(GGUFFile.open(smollm2_path))
+    tokens, types, merges = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
+    known = tokens.value[:NUM_TOKENS]
+    vocabulary = {
+        "tokenizer.ggml.tokens": TypedValue(tokens.type, known),
+        "tokenizer.ggml.token_type": TypedValue(types.type, types.value[:NUM_TOKENS]),
+        "tokenizer.ggml.merges": TypedValue(
+            merges.type, [pair for pair in merges.value if {pair.replace(" ", ""), *pair.split(" ")} <= set(known)]
+        ),
+        "llama.vocab_size": NUM_TOKENS,
+    }
     tensors = [
-        weight("token_embd.weight", 49152, width),
+        weight("token_embd.weight", NUM_TOKENS, width),
         quantize_tensor("output_norm.weight", torch.ones(width), "F32"),
     ]
     for layer in range(2):
@@ -85,7 +98,7 @@ def tiny_model(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "llama.attention.head_count_kv": 2,
         "llama.rope.dimension_count": 64,
     }
-    write_gguf(path, {**typed_metadata(GGUFFile.open(smollm2_path)), **sizes}, tensors)
+    write_gguf(path, {**metadata, **vocabulary, **sizes}, tensors)
     return path
 
 

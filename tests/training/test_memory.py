@@ -109,6 +109,18 @@ def test_other_runs_are_rehearsed_too(tiny_llama_path, settings):
     assert peak["adapter"] > 0 and peak["optimiser"] > 0 and peak["activations"] > 0
 
 
+def test_moments_of_8_bits_are_rehearsed_as_such(tiny_llama_path):
+    pytest.importorskip("bitsandbytes")
+    peaks = {}
+    for optim in ("adamw", "adamw_8bit"):
+        config = config_for(tiny_llama_path, optim=optim)
+        # bitsandbytes keeps pairs below 4,096 numbers in float32: only width 64 with rank 64 has more.
+        lora = LoraConfig(r=64, target_modules=("attn_q", "attn_output"))
+        peaks[optim] = Rehearsal(GGUFFile.open(tiny_llama_path), config, lora).trace("none", [row(30)]).peak()
+    # Two bytes for each number, a scale for each block of 256, and a table, against eight bytes.
+    assert 0.2 < peaks["adamw_8bit"]["optimiser"] / peaks["adamw"]["optimiser"] < 0.4
+
+
 def test_no_weight_is_read_and_the_file_stays_as_it_is(tiny_llama_path, monkeypatch):
     from pyggtrain import _bridge
 
