@@ -28,6 +28,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "none, 2 x 128": {"gradient_checkpointing": "none", "max_seq_length": 128},
     "none, 1 x 384": {"gradient_checkpointing": "none", "max_seq_length": 384, "per_device_train_batch_size": 1},
     "none, 2 x 64, r 128": {"gradient_checkpointing": "none", "max_seq_length": 64, "r": 128},
+    "none, 2 x 64, r 128, 8 bit": {
+        "gradient_checkpointing": "none",
+        "max_seq_length": 64,
+        "r": 128,
+        "optim": "adamw_8bit",
+    },
     "matmuls, 2 x 128": {"gradient_checkpointing": "matmuls", "max_seq_length": 128},
     "matmuls, 4 x 128": {
         "gradient_checkpointing": "matmuls",
@@ -41,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Name -> settings that differ from the defaults; SmolLM2-135M Q4_1, two micro-batches to a step unless said."""
 
-ROW = "{:<24}{:>10}{:>10}{:>8}{:>12}{:>12}{:>8}"
+ROW = "{:<28}{:>10}{:>10}{:>8}{:>12}{:>12}{:>8}"
 
 
 def model_path() -> Path:

@@ -133,8 +133,8 @@ def train(
 def run(ready: Preparation, *, progress: Progress) -> TrainResult:
     """Train what `prepare` returned; see `train`."""
     config, files = ready.config, ready.files
-    trainer = ready.trainer(progress)
     with explained_out_of_memory(ready.memory):
+        trainer = ready.trainer(progress)
         summary = trainer.run()
     if not ready.processes.is_first:
         return TrainResult(files, summary, None, None)
@@ -356,11 +356,12 @@ def _documents(
 
 def _compare(ready: Preparation) -> ParityReport:
     config = ready.config
+    model, pairs = ready.whole_model()
     return verify_adapter(
         ready.base.path,
         ready.files.adapter,
         ready.data.documents(),
-        ours=TrainedModel(ready.model, ready.adapter.pairs),
+        ours=TrainedModel(model, pairs),
         settings=ParitySettings(max_tokens=config.verify_tokens, num_threads=config.num_threads or num_usable_cores()),
         served=None if config.runtime == "bridge" else ServerRuntime(config.runtime),
     )

@@ -1,9 +1,11 @@
 """The command line. Each command is a module with `run(arguments) -> exit code`, imported when it is asked for."""
 
+import gc
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 COMMANDS = {
@@ -67,6 +69,21 @@ def _guarded(name: str, arguments: list[str]) -> int:
     except KeyboardInterrupt as stop:
         sys.stderr.write(f"\n{str(stop) or 'Stopped.'}\n")
         return 128 + signal.SIGINT
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import what is large inside: else Python's collector looks through all that is there again and again meanwhile,
+    for 0.2 of 1.5 s, and through what was imported for the rest of the run.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 class _Plain(logging.Formatter):

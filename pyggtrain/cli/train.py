@@ -2,10 +2,13 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyggtrain.cli import importing
 from pyggtrain.cli.arguments import parse_settings
 from pyggtrain.cli.tables import facts_table
+from pyggtrain.gguf.readable import begin_check
 from pyggtrain.training.config import TrainConfig, build_config
 
 if TYPE_CHECKING:
@@ -21,9 +24,13 @@ def run(arguments: Sequence[str]) -> int:
 
 def train(config: TrainConfig, *, is_dry_run: bool = False) -> "TrainResult | None":
     """Do what the settings say and show it; None after a dry run, and on all processes of a run but the first."""
+    model = Path(config.model)
+    if model.is_file():
+        begin_check(model)
     # torch is imported only once the settings are known to be right.
-    from pyggtrain import api
-    from pyggtrain.training.progress import Progress, terminal_progress
+    with importing():
+        from pyggtrain import api
+        from pyggtrain.training.progress import Progress, terminal_progress
 
     ready = api.prepare(config)
     if not ready.processes.is_first:

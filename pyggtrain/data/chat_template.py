@@ -19,6 +19,7 @@ from jinja2.exceptions import SecurityError
 
 from pyggtrain.data.samples import BadRowError
 from pyggtrain.data.sandbox import GENERATION_END, GENERATION_START, ChatTemplateEnvironment, given, to_json
+from pyggtrain.data.skeleton import Skeletons
 from pyggtrain.errors import DataError
 from pyggtrain.gguf.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ class ChatTemplate:
 
     Attributes:
         identity: equal for two templates that write the same for the same messages.
+        tree: the parsed source.
 
     Raises:
         DataError: the template is not valid jinja2, or too large.
@@ -88,7 +90,8 @@ class ChatTemplate:
         self.now = now or datetime.now()
         self._environment = ChatTemplateEnvironment()
         try:
-            undeclared = meta.find_undeclared_variables(self._environment.parse(source))
+            self.tree = self._environment.parse(source)
+            undeclared = meta.find_undeclared_variables(self.tree)
             self._template = self._environment.from_string(source)
         except TemplateSyntaxError as error:
             raise DataError(
@@ -260,6 +263,11 @@ class ChatTemplate:
         elif not isinstance(arguments, str) and not self._takes_argument_objects:
             arguments = to_json(arguments)
         return {**call, "function": {**function, "arguments": arguments}}
+
+    @cached_property
+    def skeletons(self) -> Skeletons:
+        """What is written around the messages of plain conversations."""
+        return Skeletons(self, _PROBE)
 
     @cached_property
     def has_system_role(self) -> bool:

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from pyggtrain.data.chat_template import token_text
 from pyggtrain.data.samples import BadRowError
+from pyggtrain.data.words import Words
 from pyggtrain.gguf.tokenizer import Tokenizer
 
 # What SentencePiece writes for a space; the same character typed by a person comes back as a space.
@@ -155,9 +156,14 @@ class TextEncoder:
             is_control = self._controls[token] = self.tokenizer.is_control(token)
         return is_control
 
+    @cached_property
+    def _words(self) -> Words | None:
+        return Words.of(self.tokenizer)
+
     def _encode(self, text: str) -> list[int]:
         if len(text) > _SHORT_CHARS:
-            return self.tokenizer.encode(text, parse_special=True)
+            words = self._words
+            return self.tokenizer.encode(text, parse_special=True) if words is None else words.encode(text)
         # What stands between turns is the same in every row.
         ids = self._short_texts.get(text)
         if ids is None:

@@ -5,7 +5,7 @@ before it, with generation prompt), proven to be the beginning of the whole rend
 rendering again with that message replaced by a character that occurs nowhere: what stays equal at the end is not of
 this message. A template that writes earlier turns differently once later ones follow (Qwen3 drops their <think> text)
 can make the prompt no beginning of the whole; then the turn begins where the rendering first depends on the message,
-and the caller is told.
+and the caller is told. For plain conversations all this is found once for each sequence of roles (`data.skeleton`).
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 
 from pyggtrain.data.chat_template import RESERVED_CHARS, ChatTemplate, content_text
 from pyggtrain.data.samples import BadRowError, Conversation
+from pyggtrain.data.skeleton import Skeleton
 
 _MARK = RESERVED_CHARS[-1]
 
@@ -48,9 +49,16 @@ def render_turns(template: ChatTemplate, chat: Conversation) -> tuple[str, list[
     Raises:
         BadRowError: the template refuses the messages.
     """
-    given = json.dumps([chat.messages, chat.tools], ensure_ascii=False)
     whole = template.render(chat.messages, tools=chat.tools)
     text = whole.text
+    skeleton = None if chat.tools else template.skeletons.of(chat.messages)
+    if skeleton is not None:
+        contents = [message["content"] for message in chat.messages]
+        is_reserved = any(char in content or char in text for char in RESERVED_CHARS for content in contents)
+        places = None if is_reserved else skeleton.places(contents, text)
+        if places is not None:
+            return text, _turns_at(places, skeleton, chat, text), []
+    given = json.dumps([chat.messages, chat.tools], ensure_ascii=False)
     if any(char in given or char in text for char in RESERVED_CHARS):
         raise BadRowError(
             "the text holds one of the noncharacters U+FDD0 to U+FDD2, which Unicode reserves for internal use"
@@ -77,6 +85,18 @@ def render_turns(template: ChatTemplate, chat: Conversation) -> tuple[str, list[
         else:
             turns.append(turn)
     return text, turns, lost
+
+
+def _turns_at(places: list[tuple[int, int]], skeleton: Skeleton, chat: Conversation, text: str) -> list[Turn]:
+    """The turns to learn, from the places of all messages."""
+    turns = []
+    for index, before_message in skeleton.prompt_chars.items():
+        if chat.learnt[index]:
+            message_start, end = places[index]
+            start = message_start - len(skeleton.parts[index]) + before_message
+            limit = places[index + 1][0] if index + 1 < len(places) else len(text)
+            turns.append(Turn(start, end, limit, True, _is_whole(chat.messages[index], text[start:end])))
+    return turns
 
 
 def _find_turn(

@@ -11,6 +11,8 @@ from pyggtrain.errors import GGUFError
 from pyggtrain.gguf.file import GGUFFile
 
 _SHOWN = 10
+# Reading less than this takes a few ms, and threads begin and end together: on a busy machine that takes longer.
+_PARALLEL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,11 @@ def find_nonfinite(file: GGUFFile, *, num_threads: int) -> list[NonFiniteTensor]
         # Integers are indices.
         if tensor.type not in known:
             continue
-        num_bad, first = _bridge.count_nonfinite(tensor.type, tensor.blocks.reshape(-1, tensor.row_bytes), num_threads)
+        rows, threads = (
+            tensor.blocks.reshape(-1, tensor.row_bytes),
+            1 if tensor.num_bytes < _PARALLEL_BYTES else num_threads,
+        )
+        num_bad, first = _bridge.count_nonfinite(tensor.type, rows, threads)
         if num_bad:
             in_row = tensor.shape[-1] // known[tensor.type].block_size
             num_blocks = math.prod(tensor.shape[:-1]) * in_row

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pyggtrain import _bridge
 from pyggtrain.gguf.file import GGUFFile
 
+# llama_token_type: unknown, control, user-defined.
+_SPECIAL_TYPES = (2, 3, 4)
+
 
 class Tokenizer:
     """The tokenizer of one GGUF file. Reads no weights. Safe to share between threads.
@@ -41,6 +44,23 @@ class Tokenizer:
     def from_gguf(cls, path: str | os.PathLike[str]) -> "Tokenizer":
         """Same as the constructor; reads better at call sites."""
         return cls(path)
+
+    @property
+    def model(self) -> str:
+        """Kind of the tokenizer (tokenizer.ggml.model): gpt2, llama, ..."""
+        return str(self._file.metadata.get("tokenizer.ggml.model", ""))
+
+    @property
+    def pre(self) -> str:
+        """How texts are split before (tokenizer.ggml.pre); empty where the file does not say."""
+        return str(self._file.metadata.get("tokenizer.ggml.pre", ""))
+
+    @property
+    def special_texts(self) -> list[str]:
+        """Texts of the tokens that are taken out of a text before it is split: all but normal, unused and byte ones."""
+        tokens, types = (self._file.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
+        assert isinstance(tokens, list) and isinstance(types, list), "llama.cpp has read them"
+        return [str(text) for text, type in zip(tokens, types, strict=False) if type in _SPECIAL_TYPES]
 
     @property
     def end_of_turn_id(self) -> int | None:

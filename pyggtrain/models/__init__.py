@@ -28,6 +28,7 @@ def load(
     compute: str = "auto",
     num_ctx: int | None = None,
     is_checked: bool = True,
+    layers: range | None = None,
 ) -> Model:
     """Build the model of a file on top of its own blocks. On the CPU no weight is copied.
 
@@ -44,6 +45,7 @@ def load(
         num_ctx: context that the adapter will be served with; matters to longrope files only. None: the file's own
             `context_length`.
         is_checked: compare an imported model with llama.cpp; False where weights are not to be read.
+        layers: those that this process computes, where a model is split; hand-written models only. None: all of them.
 
     Raises:
         ConfigError: another implementation.
@@ -55,6 +57,13 @@ def load(
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"implementation is {implementation!r}; needed: one of {', '.join(IMPLEMENTATIONS)}.")
     native = ARCHITECTURES.get(file.architecture)
+    if layers is not None:
+        if native is None or implementation == "graph":
+            raise UnsupportedError(
+                f"{file.path}: only a hand-written model can be split by layers ({', '.join(sorted(ARCHITECTURES))}), "
+                f"not one from llama.cpp's graph ({file.architecture}). Set split_mode to none."
+            )
+        return native(file, device=device, dtype=dtype, compute=compute, num_ctx=num_ctx, layers=layers)
     if implementation != "graph":
         try:
             if native is None:

@@ -263,6 +263,8 @@ class Llama(Model):
         compute: how products with quantised weights are computed, see `ops.quant_linear`.
         num_ctx: context that llama.cpp will serve with; only longrope files depend on it. None: the file's
             `context_length`, which is llama-server's default.
+        layers: those that are computed here, see `nn.Model`; None: all of them. The weights of the others stay in the
+            mapped file.
 
     Raises:
         GGUFError: the file is incomplete or inconsistent.
@@ -277,17 +279,32 @@ class Llama(Model):
         dtype: torch.dtype | None = None,
         compute: str = "auto",
         num_ctx: int | None = None,
+        layers: range | None = None,
     ) -> None:
         super().__init__(file.architecture)
         config = Config.read(file)
-        tensors = Tensors(file, device)
+        own = range(config.block_count) if layers is None else layers
+        head_is_tied = "output.weight" not in file.tensors
+
+        def device_of(name: str) -> torch.device | str:
+            if name.startswith("blk."):
+                is_here = int(name.split(".")[1]) in own
+            elif name.startswith("output"):
+                is_here = own.stop == config.block_count
+            elif name == "token_embd.weight":
+                is_here = own.start == 0 or (head_is_tied and own.stop == config.block_count)
+            else:
+                is_here = True
+            return device if is_here else "cpu"
+
+        tensors = Tensors(file, device_of)
+        self.own_layers = self._own_layers = own
+        self._device, self._dtype = torch.device(device), dtype or activation_dtype(device)
         self.config = config
         self.compute = compute
         # llama.cpp rounds its context up to a multiple of 256.
         self.rope = RopeTableCache(_rope_settings(config, tensors, -(-(num_ctx or config.context_length) // 256) * 256))
-        self.token_embd = Embedding(
-            tensors.take("token_embd.weight", (None, config.embedding_length)), dtype or activation_dtype(device)
-        )
+        self.token_embd = Embedding(tensors.take("token_embd.weight", (None, config.embedding_length)), self._dtype)
         self.blk = nn.ModuleList(Block(config, tensors, index, compute) for index in range(config.block_count))
         self.output_norm = RMSNorm(
             tensors.take("output_norm.weight", (config.embedding_length,)), eps=config.attention_layer_norm_rms_epsilon
@@ -296,7 +313,7 @@ class Llama(Model):
         self.output = None if head is None else QuantLinear(head, compute=compute)
         self.head_is_tied = head is None
         tensors.check_rest()
-        self._fused = FusedLayers([layer for layer in self.blk if isinstance(layer, Block)])
+        self._fused = FusedLayers([layer for layer in self._own_blocks if isinstance(layer, Block)])
         self.linears = {module.gguf_name: module for module in self.modules() if isinstance(module, QuantLinear)}
         self.untrainable = {
             name: why_untrainable(name, head_is_tied=self.head_is_tied)
@@ -314,27 +331,38 @@ class Llama(Model):
 
     @property
     def is_fused(self) -> bool:
-        return self.token_embd.weight.is_cuda and self._can_fuse
+        return self._device.type == "cuda" and self._can_fuse
 
     @property
     def _can_fuse(self) -> bool:
-        return self._fused.can_fuse(self.token_embd.dtype, self.token_embd.weight.device)
+        return self._fused.can_fuse(self._dtype, self._device)
 
-    def hidden(self, batch: Batch) -> torch.Tensor:
-        """The head's input, [T, D]."""
-        x_TD = self.with_noise(self.token_embd(batch.tokens_T), batch)
+    @property
+    def _own_blocks(self) -> list[nn.Module]:
+        return [self.blk[index] for index in self._own_layers]
+
+    def embed(self, batch: Batch) -> torch.Tensor:
+        return self.with_noise(self.token_embd(batch.tokens_T), batch)
+
+    def run_own_layers(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
         tables = self.rope.tables(batch)
         documents = batch.documents
         if self._can_fuse:
-            x_TD = self._fused(x_TD, tables, documents, self.kept or kept_by(self.checkpoint_policy, len(self.blk)))
-        else:
-            for layer in self.blk:
-                x_TD = run_layer(layer, x_TD, tables, documents, policy=self.checkpoint_policy)
-        normed_TD: torch.Tensor = self.output_norm(x_TD)
-        return normed_TD
+            kept = self.kept or kept_by(self.checkpoint_policy, len(self._own_layers))
+            return self._fused(x_TD, tables, documents, kept)
+        for layer in self._own_blocks:
+            x_TD = run_layer(layer, x_TD, tables, documents, policy=self.checkpoint_policy)
+        return x_TD
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """The last layer's output, [T, D]."""
+        return self.run_own_layers(self.embed(batch), batch)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
-        x_TD, targets_T = self.hidden(batch), batch.targets_T
+        return self.loss_of(self.hidden(batch), batch)
+
+    def loss_of(self, x_TD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
+        x_TD, targets_T = self.output_norm(x_TD), batch.targets_T
         if batch.supervised.shape[0] != batch.num_tokens or batch.num_targets != batch.num_tokens:
             x_TD, targets_T = x_TD.index_select(0, batch.supervised), targets_T.index_select(0, batch.supervised)
         if self.output is not None:
@@ -346,16 +374,19 @@ class Llama(Model):
         return loss_sum, batch.num_targets
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
+        return self.log_probs_of(self.hidden(batch), batch)
+
+    def log_probs_of(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
         return ops.log_probs(
             lambda rows, x_CD: self._head(x_CD),
-            self.hidden(batch),
+            self.output_norm(x_TD),
             batch.targets_T,
             self.token_embd.shape[0],
             chunk=self.loss_chunk,
         )
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        return self._head(self.hidden(batch))
+        return self._head(self.output_norm(self.hidden(batch)))
 
     def _head(self, x_TD: torch.Tensor) -> torch.Tensor:
         if self.output is not None:

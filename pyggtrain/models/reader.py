@@ -136,12 +136,12 @@ class Tensors:
 
     Args:
         file: an opened GGUF file.
-        device: where blocks go. On the CPU they stay where the file is mapped.
+        device_of: name of a tensor -> where its blocks go. On the CPU they stay where the file is mapped.
     """
 
-    def __init__(self, file: GGUFFile, device: torch.device | str) -> None:
+    def __init__(self, file: GGUFFile, device_of: Callable[[str], torch.device | str]) -> None:
         self._file = file
-        self._device = device
+        self._device_of = device_of
         self._taken: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -172,7 +172,7 @@ class Tensors:
                 "The file is inconsistent."
             )
         self._taken.add(name)
-        return self._file.place(name, self._device)
+        return self._file.place(name, self._device_of(name))
 
     def check_rest(self) -> None:
         """Account for every tensor that nobody took.

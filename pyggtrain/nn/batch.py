@@ -21,12 +21,15 @@ class Batch:
         targets_T: int64 [T]; targets_T[t] is the token to predict after position t, -100 where nothing is learnt.
         cu_seqlens: int32 [B + 1]; document b is tokens cu_seqlens[b] to cu_seqlens[b + 1]. Always on the host: what is
             launched depends on it.
+        reference_B: float64 [B], the log-probability of each document's targets under a reference model, where a loss
+            needs it and it is known already.
     """
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     targets_T: torch.Tensor
     cu_seqlens: torch.Tensor
+    reference_B: torch.Tensor | None = None
 
     @classmethod
     def from_documents(cls, documents: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Batch":
@@ -106,6 +109,8 @@ class Batch:
         """The same batch on `device`, without waiting for the device later: what has a size is counted before."""
         if self.tokens_T.device == torch.device(device):
             return self
-        names = ("tokens_T", "positions_T", "targets_T")
+        names: tuple[str, ...] = ("tokens_T", "positions_T", "targets_T")
+        if self.reference_B is not None:
+            names = (*names, "reference_B")
         moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
         return moved.with_supervised(self.supervised.to(device, non_blocking=True), self.num_targets)

@@ -10,6 +10,7 @@ import torch
 
 from pyggtrain import _bridge
 from pyggtrain.gguf.quant_tensor import QuantTensor
+from pyggtrain.ops.operation import operation
 
 # These are stored as plain numbers: a view of the mapping, or torch's own conversion, is faster than a decoder.
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -43,7 +44,7 @@ def dequantize_rows(blocks: torch.Tensor, type: str, out: torch.Tensor) -> None:
         decode(blocks.contiguous(), type, out=out)
 
 
-@torch.library.custom_op("pyggtrain::dequantize", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("dequantize")
 def _dequantize(blocks: torch.Tensor, type: str) -> torch.Tensor:
     out = torch.empty(blocks.shape[0], num_columns(blocks, type), dtype=torch.float32, device=blocks.device)
     dequantize_rows(blocks, type, out)

@@ -7,9 +7,10 @@ import torch
 
 from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.ops.dequantize import dequantize_rows, num_columns
+from pyggtrain.ops.operation import operation
 
 
-@torch.library.custom_op("pyggtrain::embedding", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("embedding")
 def _embedding(tokens_T: torch.Tensor, blocks: torch.Tensor, type: str, dtype: torch.dtype) -> torch.Tensor:
     x_TD = torch.empty(tokens_T.shape[0], num_columns(blocks, type), dtype=dtype, device=blocks.device)
     dequantize_rows(blocks.index_select(0, tokens_T), type, x_TD)

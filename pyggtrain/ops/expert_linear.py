@@ -26,6 +26,7 @@ import torch
 from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.ops import quant_matmul
 from pyggtrain.ops.lora_linear import product_of_gradient
+from pyggtrain.ops.operation import operation
 
 
 def _groups(order_S: torch.Tensor, bounds_E: torch.Tensor) -> Iterator[tuple[int, slice, torch.Tensor]]:
@@ -38,7 +39,7 @@ def _groups(order_S: torch.Tensor, bounds_E: torch.Tensor) -> Iterator[tuple[int
             yield expert, slice(first, end), order_S[first:end]
 
 
-@torch.library.custom_op("pyggtrain::expert_linear", mutates_args=())
+@operation("expert_linear", dispatch_keys=("CompositeExplicitAutograd",))
 def _expert_linear(
     x_XK: torch.Tensor,
     order_S: torch.Tensor,
@@ -92,7 +93,7 @@ def _(
     return x_XK.new_empty(num_slots, blocks.shape[1]), x_XK.new_empty(num_slots, rank)
 
 
-@torch.library.custom_op("pyggtrain::expert_linear_backward", mutates_args=())
+@operation("expert_linear_backward", dispatch_keys=("CompositeExplicitAutograd",))
 def _expert_linear_backward(
     dy_SN: torch.Tensor,
     x_XK: torch.Tensor,

@@ -32,6 +32,7 @@ from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.ops import quant_matmul, workspace
 from pyggtrain.ops.dequantize import FLOAT_TYPES
 from pyggtrain.ops.lora_linear import low_rank_forward, product_of_gradient
+from pyggtrain.ops.operation import operation
 
 IGNORED = -100
 
@@ -110,7 +111,7 @@ class _LowRankHead:
             torch.mm(dh_RC.t(), self.lora_a_RD, out=dx)
 
 
-@torch.library.custom_op("pyggtrain::linear_cross_entropy", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("linear_cross_entropy")
 def _linear_cross_entropy(
     x_TD: torch.Tensor,
     blocks: torch.Tensor,

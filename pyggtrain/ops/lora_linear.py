@@ -27,6 +27,7 @@ import torch
 
 from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.ops import quant_matmul
+from pyggtrain.ops.operation import operation
 
 
 def low_rank_forward(x_TK: torch.Tensor, lora_a_RK: torch.Tensor, dropout_mask_TK: torch.Tensor | None) -> torch.Tensor:
@@ -43,7 +44,7 @@ def product_of_gradient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
-@torch.library.custom_op("pyggtrain::lora_linear", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("lora_linear")
 def _lora_linear(
     x_TK: torch.Tensor,
     blocks: torch.Tensor,
@@ -83,7 +84,7 @@ def _(
     return x_TK.new_empty(num_tokens, blocks.shape[0]), x_TK.new_empty(lora_a_RK.shape[0], num_tokens)
 
 
-@torch.library.custom_op("pyggtrain::lora_linear_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("lora_linear_backward")
 def _lora_linear_backward(
     dy_TN: torch.Tensor,
     x_TK: torch.Tensor,

@@ -17,9 +17,10 @@ import torch
 
 from pyggtrain.gguf.quant_tensor import QuantTensor
 from pyggtrain.ops import quant_matmul
+from pyggtrain.ops.operation import operation
 
 
-@torch.library.custom_op("pyggtrain::quant_linear", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("quant_linear")
 def _quant_linear(
     x_TK: torch.Tensor,
     blocks: torch.Tensor,
@@ -44,7 +45,7 @@ def _(
     return x_TK.new_empty(x_TK.shape[0], blocks.shape[0])
 
 
-@torch.library.custom_op("pyggtrain::quant_linear_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("quant_linear_backward")
 def _quant_linear_backward(
     dy_TN: torch.Tensor, blocks: torch.Tensor, type: str, compute: str, num_columns: int
 ) -> torch.Tensor:

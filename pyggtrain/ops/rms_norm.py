@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from pyggtrain.ops.operation import operation
+
 
 def cpu_rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """y, and r with one column, without autograd."""
@@ -31,7 +33,7 @@ def cpu_rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, r: torch.Tensor, we
     return g.mul_(r).addcmul_(x, gx.mul_(r**3).div_(-x.shape[-1]))
 
 
-@torch.library.custom_op("pyggtrain::rms_norm", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("rms_norm")
 def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     if x.is_cuda:
         from pyggtrain.kernels.rms_norm import rms_norm_forward
@@ -46,7 +48,7 @@ def _(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor
     return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32 if x.is_cuda else x.dtype)
 
 
-@torch.library.custom_op("pyggtrain::rms_norm_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("rms_norm_backward")
 def _rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, r: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
     if x.is_cuda:
         from pyggtrain.kernels.rms_norm import rms_norm_backward

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import torch
 
+from pyggtrain.ops.operation import operation
+
 Pairing = Literal["NORM", "NEOX"]
 
 
@@ -70,7 +72,7 @@ def cpu_rope(
     return y_THK
 
 
-@torch.library.custom_op("pyggtrain::rope", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("rope")
 def _rope(
     x_THK: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, is_neox: bool, is_inverse: bool
 ) -> torch.Tensor:

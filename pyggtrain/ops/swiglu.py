@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pyggtrain.ops.operation import operation
+
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
@@ -30,7 +32,7 @@ def cpu_swiglu_backward(
     torch.ops.aten.silu_backward.grad_input(dy.mul_(up), gate, grad_input=d_gate)
 
 
-@torch.library.custom_op("pyggtrain::swiglu", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("swiglu")
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if gate.is_cuda:
         from pyggtrain.kernels.swiglu import swiglu_forward
@@ -44,7 +46,7 @@ def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(gate)
 
 
-@torch.library.custom_op("pyggtrain::swiglu_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("swiglu_backward")
 def _swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if gate.is_cuda:
         from pyggtrain.kernels.swiglu import swiglu_backward

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.data import micro_batches
 from pyggtrain.training.objectives import Objective
 from pyggtrain.training.processes import Processes
+from pyggtrain.training.reference_log_probs import ReferencedPair
 from pyggtrain.training.step_graph import can_graph, filled_up
 
 
@@ -45,7 +46,7 @@ class Batches:
         held_out: encoded rows that are never trained on.
         config: sizes and seed.
         device: where batches go.
-        processes: n of them share a step: process k takes the micro-batches k, k + n, ...
+        processes: n copies of the model share a step: copy k takes the micro-batches k, k + n, ...
 
     Attributes:
         steps_per_epoch: optimiser steps in one pass over the rows; the last one takes what is left.
@@ -65,9 +66,9 @@ class Batches:
         self._objective, self._rows, self._held_out = objective, rows, held_out
         self._config, self._device, self._processes = config, device, processes
         self._fills_up = can_graph(config, objective.model)
-        self._plan = micro_batches(config, rows, processes.count)
+        self._plan = micro_batches(config, rows, processes.num_replicas)
         self.steps_per_epoch = self._plan.steps_per_epoch
-        self.num_steps = count_steps(config, self._plan.num_units, processes.count)
+        self.num_steps = count_steps(config, self._plan.num_units, processes.num_replicas)
 
     def of_step(self, step: int) -> Step:
         """Return what optimiser step `step` computes, counted from 0 over all epochs."""
@@ -99,6 +100,9 @@ class Batches:
     def _batch(self, rows: Sequence[Any]) -> Batch:
         documents = [document for row in rows for document in self._objective.documents(row)]
         batch = Batch.from_documents(documents)
+        if all(isinstance(row, ReferencedPair) for row in rows):
+            sums = [value for row in rows for value in row.reference]
+            batch = replace(batch, reference_B=torch.tensor(sums, dtype=torch.float64))
         return (filled_up(batch) if self._fills_up else batch).to(self._device)
 
     def _cut(self, rows: Sequence[Any]) -> list[list[Any]]:
@@ -106,7 +110,7 @@ class Batches:
         return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
 
     def _own(self, items: list[Any]) -> list[Any]:
-        return items[self._processes.rank :: self._processes.count]
+        return items[self._processes.replica :: self._processes.num_replicas]
 
 
 def count_steps(config: TrainConfig, num_rows: int, num_processes: int = 1) -> int:

@@ -7,7 +7,8 @@ functions of seed and step. A checkpoint lies between two optimiser steps; micro
 are computed again.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ NOT_PART_OF_THE_RUN = frozenset(
         # What it decides, the size of micro-batches, is compared.
         "max_memory",
         "num_threads",
+        # The layers of each process, which they decide, are compared.
+        "tensor_split",
         "ddp_timeout",
         "logging_steps",
         "eval_steps",
@@ -77,6 +80,7 @@ class Origin:
         *,
         held_out_sha256: str | None = None,
         num_processes: int = 1,
+        layers: str | None = None,
     ) -> "Origin":
         """Take from `config` the settings that decide the result; held-out rows only if their losses decide something.
 
@@ -86,6 +90,8 @@ class Origin:
         """
         free = NOT_PART_OF_THE_RUN
         facts: dict[str, Any] = {"number of processes": num_processes}
+        if layers is not None:
+            facts["layers of the processes"] = layers
         if config.early_stopping_patience is not None or config.load_best_model_at_end:
             free = free - {"eval_steps"}
             facts["hash of eval_data"] = held_out_sha256
@@ -134,6 +140,33 @@ class Checkpoint:
     optimizer: dict[str, Any]
     evaluations: dict[str, Any]
     loss: float
+
+
+def on_cpu(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with what the optimiser keeps on the CPU, to be sent to another process."""
+    state = {
+        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
+        for name, kept in checkpoint.optimizer["state"].items()
+    }
+    return replace(checkpoint, optimizer={**checkpoint.optimizer, "state": state})
+
+
+def joined(parts: Sequence[Checkpoint]) -> Checkpoint:
+    """One checkpoint of those of processes that have parts of a model; all else is the same in each."""
+    first = parts[0]
+    best = [part.evaluations["best_parameters"] for part in parts]
+    return replace(
+        first,
+        parameters={name: value for part in parts for name, value in part.parameters.items()},
+        optimizer={
+            **first.optimizer,
+            "state": {name: kept for part in parts for name, kept in part.optimizer["state"].items()},
+        },
+        evaluations={
+            **first.evaluations,
+            "best_parameters": None if best[0] is None else {k: v for part in best for k, v in part.items()},
+        },
+    )
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

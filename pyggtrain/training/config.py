@@ -80,6 +80,10 @@ class TrainConfig:
     beta: float = 0.1
     """DPO: how strongly the adapter is held near the base model; smaller lets it go further. ORPO: weight of the
     preference beside the answer's own loss."""
+    precompute_ref_log_probs: bool = False
+    """DPO: compute what the base model thinks of all answers once, before the first step, and keep it in the cache,
+    instead of a further forward pass in each step. Worth it from the second epoch or run on; a model that is split
+    over processes needs it."""
     neftune_noise_alpha: float = 0.0
     """Strength of the noise on token embeddings while training (NEFTune); 5 is usual with small data. 0: none."""
 
@@ -168,6 +172,12 @@ class TrainConfig:
     base file included. The fastest setting that stays below is taken; a run that oversteps it stops with an error."""
     num_threads: int = 0
     """CPU threads; 0 takes all cores this process may use. Another number may change the last bits of a result."""
+    split_mode: Literal["none", "layer"] = "none"
+    """With several processes (torchrun): "none" gives each of them the whole model and a share of the rows, "layer" a
+    part of the layers, for a model that fits no single device. llama-server calls it so too."""
+    tensor_split: tuple[float, ...] = ()
+    """With split_mode layer: how many layers each process gets, as shares (3 1: three quarters and one). By default
+    the weights are spread by the free memory of the devices."""
     ddp_timeout: int = 600
     """With several processes (torchrun): seconds after which one that does not answer is given up and the run ends."""
     seed: int = 3407
@@ -472,6 +482,14 @@ def _mistakes(config: TrainConfig) -> list[str]:
             f"lr_scheduler_type: found {config.lr_scheduler_type!r} with optim schedule_free_adamw, which replaces the "
             "schedule; needed: constant (warm-up stays)"
         )
+    if config.precompute_ref_log_probs and config.method != "dpo":
+        mistakes.append(f"precompute_ref_log_probs: only dpo has a reference, and method is {config.method}")
+    if config.split_mode == "layer" and config.method == "dpo" and not config.precompute_ref_log_probs:
+        mistakes.append("method: dpo with split_mode layer needs precompute_ref_log_probs")
+    if config.tensor_split and config.split_mode == "none":
+        mistakes.append("tensor_split: has no effect without split_mode layer")
+    if any(not share > 0 for share in config.tensor_split):
+        mistakes.append(f"tensor_split: found {list(config.tensor_split)}; needed: numbers above 0")
     if config.resume and config.overwrite:
         mistakes.append(
             "resume, overwrite: one continues the run beside `output`, the other discards it; give one of them"

@@ -31,7 +31,7 @@ _THRESHOLDS = {"layers": (1 << 20, 128 << 10)}
 _KEEPING = (_MAX_MMAP_THRESHOLD, 1 << 30)
 # What malloc holds beyond what is in use: holes that fit no later block, as a share of all that comes and goes
 # (docs/plan.md).
-_ALLOCATOR_SHARE = {"none": 0.25, "matmuls": 0.55, "layers": 0.2}
+ALLOCATOR_SHARE = {"none": 0.25, "matmuls": 0.55, "layers": 0.2}
 # Tokens of the two micro-batches that are measured on a GPU.
 _PROBE_TOKENS = 128, 512
 # What a first step brings in besides tensors: code of the libraries, buffers of the matrix products.
@@ -53,6 +53,8 @@ class MemoryPlan:
         parts: name -> bytes, all at the moment when they are the most together.
         limit_bytes: what the user allows; None: no limit was set.
         free_bytes: free memory of the device when it was planned; None if the system does not tell.
+        degree: how sure the numbers are, as words before them: "at most" where they are upper bounds (see
+            `training.memory_bound`), "at least" where a part is not known.
     """
 
     policy: str
@@ -62,6 +64,7 @@ class MemoryPlan:
     parts: dict[str, int]
     limit_bytes: int | None
     free_bytes: int | None
+    degree: str = "about"
 
     @property
     def total_bytes(self) -> int:
@@ -91,7 +94,7 @@ class MemoryPlan:
     def need(self) -> str:
         """What the longest micro-batch takes, as a sentence without its end."""
         return (
-            f"A micro-batch of {self.num_tokens} tokens needs about {mib(self.new_bytes)} "
+            f"A micro-batch of {self.num_tokens} tokens needs {self.degree} {mib(self.new_bytes)} "
             f"({mib(self.total_bytes)} in all) with gradient_checkpointing={self.policy}"
         )
 
@@ -125,7 +128,7 @@ class RehearsedNeed:
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self._rehearsal = rehearsal
-        self._program_bytes = _program_bytes(rehearsal.paths)
+        self._program_bytes = program_bytes(rehearsal.paths)
 
     def parts(self, policy: str, documents: Sequence[Document]) -> dict[str, int]:
         """See `Need`."""
@@ -133,7 +136,7 @@ class RehearsedNeed:
         parts = trace.peak()
         if _mallopt() is not None:
             passing = sum(num_bytes for name, num_bytes in parts.items() if name not in (ADAPTER, OPTIMISER))
-            parts[ALLOCATOR] = round(_ALLOCATOR_SHARE[policy] * passing)
+            parts[ALLOCATOR] = round(ALLOCATOR_SHARE[policy] * passing)
         parts[BASE] = parts.get(BASE, 0) + self._rehearsal.base_bytes
         parts[PROGRAM] = self._program_bytes
         return parts
@@ -375,7 +378,7 @@ def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
 
 
-def _program_bytes(paths: Sequence[Path]) -> int:
+def program_bytes(paths: Sequence[Path]) -> int:
     """What the process holds now, without pages of the base file, and will hold of code and buffers; 0 if unknown."""
     if sys.platform != "linux":
         return 0

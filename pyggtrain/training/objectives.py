@@ -6,8 +6,8 @@
            m = mean over the answer's tokens of log p,  o(m) = m - log(1 - e^m)
 
 DPO: Rafailov et al. 2023 (2305.18290), eq. 7; p_ref is the base model, computed on the same micro-batch with the
-adapter switched off. ORPO: Hong et al. 2024 (2403.07691), eq. 6 and 7; its first term is taken over the answer, as in
-the paper, not over the prompt too.
+adapter switched off, or once for all rows (`training.reference_log_probs`). ORPO: Hong et al. 2024 (2403.07691), eq. 6
+and 7; its first term is taken over the answer, as in the paper, not over the prompt too.
 
 The number of units of a whole step is known from its rows before anything is computed, so the result does not depend on
 how the step is cut into micro-batches or spread over processes.
@@ -148,8 +148,8 @@ class DPO(_Preference):
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss of the pairs, and the rewards β Δ."""
-        reference_B = self._reference(batch)
-        rewards_B = self.beta * (_document_sums(self._model.log_probs(batch), batch) - reference_B)
+        reference_B = self._reference(batch) if batch.reference_B is None else batch.reference_B
+        rewards_B = self.beta * (document_sums(self._model.log_probs(batch), batch) - reference_B)
         chosen_P, rejected_P = rewards_B[0::2], rewards_B[1::2]
         margins_P = chosen_P - rejected_P
         values = torch.stack([chosen_P, rejected_P, margins_P, (margins_P > 0).double()]).detach().sum(dim=1)
@@ -160,9 +160,30 @@ class DPO(_Preference):
         self._model.eval()
         try:
             with torch.no_grad(), adapter_off(self._model):
-                return _document_sums(self._model.log_probs(batch), batch)
+                return document_sums(self._model.log_probs(batch), batch)
         finally:
             self._model.train(was_training)
+
+
+class DocumentLogProbs(_Preference):
+    """No loss: collects log p(answer) of each document of a micro-batch, for a reference that is computed once.
+
+    Args:
+        model: what computes.
+        found: float64 [B] of each micro-batch is appended here.
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, model: Any, found: list[torch.Tensor]) -> None:
+        super().__init__(model, 0.0)
+        self._found = found
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return nothing: zero, and no metrics."""
+        log_probs_T = self._model.log_probs(batch)
+        self._found.append(document_sums(log_probs_T, batch).detach().cpu())
+        return log_probs_T.new_zeros(()), log_probs_T.new_zeros(0)
 
 
 class ORPO(_Preference):
@@ -172,8 +193,8 @@ class ORPO(_Preference):
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss of the pairs, the negative log-probability of the chosen answers, and the odds."""
-        counts_B = _document_sums((batch.targets_T >= 0).double(), batch)
-        means_B = _document_sums(self._model.log_probs(batch), batch) / counts_B.clamp(min=1)
+        counts_B = document_sums((batch.targets_T >= 0).double(), batch)
+        means_B = document_sums(self._model.log_probs(batch), batch) / counts_B.clamp(min=1)
         # e^m = 1 has infinite odds: a model that is this sure is kept a hair below.
         odds_B = means_B - torch.log(-torch.expm1(means_B.clamp(max=-1e-12)))
         log_odds_ratio_P = odds_B[0::2] - odds_B[1::2]
@@ -194,7 +215,7 @@ def _is_pair(row: Any) -> bool:
     return hasattr(row, "rejected")
 
 
-def _document_sums(values_T: torch.Tensor, batch: Batch) -> torch.Tensor:
+def document_sums(values_T: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Sums over each document, float64 [B]: the difference of two sums of hundreds of nats is what counts.
 
     Not index_add, which adds in another order each time on a GPU.

@@ -26,6 +26,7 @@ from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.interrupts import StopRequested
 from pyggtrain.training.objectives import Objective
 from pyggtrain.training.optimizers import make_optimizer
+from pyggtrain.training.pipeline import Pipeline
 from pyggtrain.training.processes import Processes
 from pyggtrain.training.step_graph import StepGraphs
 
@@ -84,6 +85,7 @@ class Optimizer:
         self.num_skipped_in_a_row = 0
         self.graphs: StepGraphs | None = None
         self.divides_late = config.compute == "fp16"
+        self.pipeline: Pipeline | None = None
         self._optimizer = make_optimizer(self.parameters, config)
 
     def step(
@@ -119,6 +121,12 @@ class Optimizer:
         is_stopping = False
         scale = 1.0 if self.divides_late else 1 / max(1, num_units)
         self.clear_gradients()
+        if self.pipeline is not None:
+            # A micro-batch that has begun must go through all processes, so nobody stops in between.
+            if self.processes.any(should_stop()):
+                raise StopRequested
+            self.pipeline.add_gradients(micro_batches, seeds, num_units, totals)
+            micro_batches = seeds = ()
         for batch, seed in zip(micro_batches, seeds, strict=True):
             if should_stop():
                 is_stopping = True
@@ -137,10 +145,12 @@ class Optimizer:
             loss.backward()  # type: ignore[no-untyped-call]
             totals[0] += loss.detach()
             totals[1:-1] += values / num_units
-        if self.divides_late and num_units > 0:
+        if self.divides_late and num_units > 0 and self.pipeline is None:
             totals[0] /= num_units
             torch._foreach_div_([one.grad for one in self.parameters.values() if one.grad is not None], num_units)
-        if self.processes.count > 1:
+        if self.pipeline is not None:
+            self.processes.sum_(totals)
+        elif self.processes.count > 1:
             self._sum_over_processes(totals)
             is_stopping = bool(totals[-1] > 0)
         if is_stopping:
@@ -201,8 +211,8 @@ class Optimizer:
 
         Not by torch's own method, which casts everything to the parameter's type: codes of 8 bits would become floats.
         """
-        for name, kept in state["state"].items():
-            parameter = self.parameters[name]
+        for name, parameter in self.parameters.items():
+            kept = state["state"][name]
             self._optimizer.state[parameter] = {
                 key: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
                 for key, value in kept.items()
@@ -235,6 +245,8 @@ class Optimizer:
         """Clip and update, unless something is not finite."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         total_norm = torch.nn.utils.get_total_norm(gradients)
+        if self.pipeline is not None:
+            total_norm = self.processes.sum_(total_norm.square()).sqrt()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_ratio"]
         if self._decides_on_device:

@@ -6,6 +6,7 @@ they are asked for.
 """
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,9 +21,29 @@ Groups = list[dict[str, Any]]
 _MUON_MOMENTUM = 0.95
 
 
+class _AdamW(torch.optim.AdamW):
+    """torch's AdamW, without what keeps torch's compiler out of these methods: it imports that compiler (torch._dynamo,
+    more than a second) at the first call, whether or not anything is ever compiled.
+    """
+
+    _step = inspect.unwrap(torch.optim.AdamW.step)
+    _add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    _zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self._step(closure)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._zero_grad(set_to_none)
+
+
 def _adamw(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
     """Loshchilov and Hutter 2019 (1711.05101), all float32."""
-    return torch.optim.AdamW(groups, **_adam_settings(config), fused=True)
+    return _AdamW(groups, **_adam_settings(config), fused=True)
 
 
 def _adamw_8bit(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:

@@ -3,11 +3,12 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from pyggtrain.gguf import GGUFFile, Tokenizer
 from pyggtrain.gguf.finite import check_finite
 from pyggtrain.gguf.hub import local_path
 from pyggtrain.gguf.readable import check_readable
-from pyggtrain.nn import Model, activation_dtype
+from pyggtrain.nn import LoraPair, Model, activation_dtype
 from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
 from pyggtrain.training.config import GPU_COMPUTE, TrainConfig
@@ -34,17 +35,21 @@ from pyggtrain.training.memory import (
     MemoryPlan,
     Planner,
     RehearsedNeed,
+    free_memory_bytes,
     join_free_device_memory,
     limit_device_memory,
     mib,
     tune_allocator,
 )
-from pyggtrain.training.objectives import OBJECTIVES, Document, Objective
+from pyggtrain.training.memory_bound import plan_with_plenty
+from pyggtrain.training.objectives import OBJECTIVES, Document, Objective, Row
 from pyggtrain.training.optimizers import check_optimizer
 from pyggtrain.training.output import OutputFiles, check_free_space, check_output
+from pyggtrain.training.pipeline import Pipeline, Split, shares_of, split_layers
 from pyggtrain.training.processes import Processes, join_processes
 from pyggtrain.training.progress import Progress
-from pyggtrain.training.rehearse import Rehearsal
+from pyggtrain.training.reference_log_probs import ReferenceModel
+from pyggtrain.training.rehearse import ADAPTER, BASE, GRADIENTS, OPTIMISER, Rehearsal
 from pyggtrain.training.schedule import num_warmup_steps
 from pyggtrain.training.trackers import Together, check_trackers, make_trackers
 from pyggtrain.training.trainer import Trainer
@@ -69,7 +74,8 @@ class Preparation:
         memory: expected memory.
         checkpoint: state to continue from, None for a new run.
         started: when the run was started first (ISO 8601).
-        processes: that share the rows; the first one writes and tells.
+        processes: that share the rows, or the layers; the first one writes and tells.
+        split: which layers each process has; None: all of them.
     """
 
     config: TrainConfig
@@ -85,13 +91,14 @@ class Preparation:
     checkpoint: Checkpoint | None
     started: str
     processes: Processes
+    split: Split | None
 
     @cached_property
     def facts(self) -> dict[str, str]:
         """The plan, for a person: name -> value."""
         config, adapter, data = self.config, self.adapter, self.data
         pairs = adapter.pairs.values()
-        num_processes = self.processes.count
+        num_processes = self.processes.num_replicas
         plan = micro_batches(config, data.rows, num_processes)
         num_steps = count_steps(config, plan.num_units, num_processes)
         step_rows = config.step_rows * num_processes
@@ -125,6 +132,8 @@ class Preparation:
             "device": f"{self.device}, {torch.get_num_threads()} threads, compute {config.compute}",
             "memory": self._memory_text(),
         }
+        if self.split is not None:
+            facts["layers"] = f"{self.split} on {self.processes.count} processes"
         if self.checkpoint is not None:
             facts["resume"] = f"after step {self.checkpoint.step}, started {self.started}"
         return facts
@@ -136,14 +145,31 @@ class Preparation:
     def trainer(self, progress: Progress) -> Trainer:
         """Return the loop for this run."""
         config, data = self.config, self.data
-        parameters = {}
+        parameters: dict[str, torch.Tensor] = {}
+        others: dict[str, torch.Tensor] = {}
         for name, pair in self.adapter.pairs.items():
-            parameters[f"{name}.lora_a"], parameters[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
+            some = parameters if self._is_own(name) else others
+            some[f"{name}.lora_a"], some[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
+        pipeline = self._pipeline()
+        rows: Sequence[Any] = data.rows
+        held_out: Sequence[Any] = data.held_out
+        if config.precompute_ref_log_probs:
+            progress.message("computing what the base model thinks of all answers, or reading it from the cache")
+            reference = ReferenceModel(
+                self.model,
+                base_sha256=self.base.sample_sha256,
+                compute=f"{config.model_impl} {config.compute} {compute_dtype(config, self.device)}",
+                micro_batch_size=config.micro_batch_size,
+                device=self.device,
+                processes=self.processes,
+                pipeline=pipeline,
+            )
+            rows, held_out = reference.of(rows), reference.of(held_out)
         return Trainer(
             OBJECTIVES[config.method](self.model, config),
             parameters,
-            data.rows,
-            data.held_out,
+            rows,
+            held_out,
             config=config,
             files=self.files,
             base_sha256=self.base.sample_sha256,
@@ -154,14 +180,48 @@ class Preparation:
             device=self.device,
             progress=Together([progress, *make_trackers(config, self.files)]),
             processes=self.processes,
+            pipeline=pipeline,
+            other_parameters=others,
+            layers=None if self.split is None else str(self.split),
             check_base=self.base.check_unchanged,
             memory_excess=MemoryGuard(self.memory.limit_bytes, self.device).excess,
+        )
+
+    def whole_model(self) -> tuple[Model, dict[str, LoraPair]]:
+        """The model with all its layers in one place, and the pairs of the adapter in it."""
+        if self.split is None:
+            return self.model, self.adapter.pairs
+        # On the CPU, where every machine has room for the mapped file.
+        model = models.load(self.base, compute=self.config.compute)
+        pairs = {}
+        for name, pair in self.adapter.pairs.items():
+            moved = LoraPair(pair.lora_a.detach().cpu(), pair.lora_b.detach().cpu(), scale=pair.scale)
+            pairs[name] = model.linears[name].lora = moved
+        return model, pairs
+
+    def _is_own(self, tensor: str) -> bool:
+        """Whether this process trains the pair of a tensor: those of its layers, and on the last one the head's."""
+        if self.split is None:
+            return True
+        layers, layer = self.split.layers(self.processes.rank), re.match(r"blk\.(\d+)\.", tensor)
+        return int(layer[1]) in layers if layer else layers.stop == len(self.model.layers)
+
+    def _pipeline(self) -> Pipeline | None:
+        if self.split is None:
+            return None
+        return Pipeline(
+            self.model,
+            self.config,
+            self.processes,
+            self.device,
+            width=self.base.tensor_infos["token_embd.weight"].shape[-1],
+            dtype=compute_dtype(self.config, self.device),
         )
 
     def _memory_text(self) -> str:
         plan = self.memory
         parts = ", ".join(f"{name} {mib(num_bytes)}" for name, num_bytes in plan.parts.items() if num_bytes)
-        text = f"about {mib(plan.total_bytes)} with {plan.num_tokens} tokens at a time, {plan.policy}: {parts}"
+        text = f"{plan.degree} {mib(plan.total_bytes)} with {plan.num_tokens} tokens at a time, {plan.policy}: {parts}"
         return f"{text}; {plan.bounds()}" if plan.bounds() else text
 
 
@@ -177,7 +237,7 @@ def prepare(config: TrainConfig) -> Preparation:
     """
     check_optimizer(config)
     check_trackers(config)
-    processes = join_processes(config.ddp_timeout)
+    processes = join_processes(config.ddp_timeout, is_split=config.split_mode == "layer")
     config = replace(config, model=str(local_path(config.model)))
     files = OutputFiles(Path(config.output))
     check_output(files, Path(config.model), overwrite=config.overwrite, resume=config.resume)
@@ -202,8 +262,9 @@ def prepare(config: TrainConfig) -> Preparation:
     if device.type == "cuda":
         join_free_device_memory()
     limit_device_memory(config.max_memory, device)
+    split = _split(config, base, processes, device)
     # An adapter to start from brings its own ranks, which are known when it is read.
-    planned = None if config.init_adapter else _planned(config, base, device, data)
+    planned = None if config.init_adapter or split is not None else _planned(config, base, device, data)
     if planned is not None:
         tune_allocator(planned.policy)
     model = models.load(
@@ -212,6 +273,7 @@ def prepare(config: TrainConfig) -> Preparation:
         device=str(device),
         dtype=compute_dtype(config, device),
         compute="auto" if config.compute == "fp16" else config.compute,
+        layers=None if split is None else split.layers(processes.rank),
     )
     if config.compute == "fp8" and not model.is_fused:
         raise UnsupportedError(
@@ -226,7 +288,10 @@ def prepare(config: TrainConfig) -> Preparation:
         restore(adapter, start)
     model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
-    if planned is None and model.is_fused:
+    if split is not None:
+        memory = _of_part(config, model, device, data)
+        model.checkpoint_policy = memory.policy
+    elif planned is None and model.is_fused:
         longest = _longest(config, data, OBJECTIVES[config.method](model, config))
         memory, model.kept = plan_fused(model, config, device, tokenizer.num_tokens, longest)
     else:
@@ -241,7 +306,20 @@ def prepare(config: TrainConfig) -> Preparation:
         gradient_accumulation_steps=config.step_rows // memory.micro_batch_size,
     )
     return Preparation(
-        config, files, base, tokenizer, device, max_length, data, model, adapter, memory, checkpoint, started, processes
+        config,
+        files,
+        base,
+        tokenizer,
+        device,
+        max_length,
+        data,
+        model,
+        adapter,
+        memory,
+        checkpoint,
+        started,
+        processes,
+        split,
     )
 
 
@@ -327,8 +405,68 @@ def _planned(config: TrainConfig, base: GGUFFile, device: torch.device, data: Ru
     """The plan made from the header alone; None on a GPU, where it is measured once the model is there."""
     if device.type == "cuda":
         return None
+    longest = _longest_rows(config, data)
+    plan = plan_with_plenty(base, config, device, lambda size: sum(row.num_tokens for row in longest(size)))
+    if plan is not None:
+        return plan
     rehearsal = Rehearsal(base, config, lora_config(config))
     return Planner(RehearsedNeed(rehearsal), config, device, _longest(config, data, rehearsal.objective)).choose()
+
+
+def _split(config: TrainConfig, base: GGUFFile, processes: Processes, device: torch.device) -> Split | None:
+    """Which layers each process gets; None where each has all of them.
+
+    Raises:
+        ConfigError: settings that a split model cannot have, or no processes to split it over.
+    """
+    if config.split_mode == "none":
+        return None
+    if processes.count == 1:
+        raise ConfigError("split_mode: layer needs several processes; start them with torchrun, or set it to none.")
+    if config.max_memory is not None:
+        raise ConfigError(
+            "max_memory: the memory of a part of a model is not planned yet; leave it out with split_mode."
+        )
+    if config.gradient_checkpointing == "offload":
+        raise ConfigError(
+            "gradient_checkpointing: offload holds one micro-batch at a time, and a split model has several on the "
+            "way; needed: none, matmuls or layers"
+        )
+    sizes: Counter[int] = Counter()
+    for name, tensor in base.tensors.items():
+        if layer := re.match(r"blk\.(\d+)\.", name):
+            sizes[int(layer[1])] += tensor.num_bytes
+    shares = shares_of(config, processes, free_memory_bytes(device) if device.type == "cuda" else None)
+    return split_layers([sizes[index] for index in range(len(sizes))], shares)
+
+
+def _of_part(config: TrainConfig, model: Model, device: torch.device, data: RunData) -> MemoryPlan:
+    """What this process's part of a split model takes at least. The leanest policy is taken if none is set: as many
+    micro-batches as there are processes are on the way at the same time.
+    """
+    own = [
+        linear
+        for name, linear in model.linears.items()
+        if model.own_layers is not None
+        and ((layer := re.match(r"blk\.(\d+)\.", name)) is None or int(layer[1]) in model.own_layers)
+    ]
+    num_parameters = sum(parameter.numel() for linear in own if linear.lora for parameter in linear.lora.parameters())
+    longest = _longest_rows(config, data)(config.micro_batch_size)
+    return MemoryPlan(
+        policy="layers" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing,
+        micro_batch_size=config.micro_batch_size,
+        num_tokens=sum(row.num_tokens for row in longest),
+        device_type=device.type,
+        parts={
+            BASE: sum(linear.weight.numel() for linear in own),
+            ADAPTER: 4 * num_parameters,
+            OPTIMISER: 8 * num_parameters,
+            GRADIENTS: 4 * num_parameters,
+        },
+        limit_bytes=None,
+        free_bytes=free_memory_bytes(device),
+        degree="at least",
+    )
 
 
 def _measured(config: TrainConfig, model: Model, device: torch.device, data: RunData) -> MemoryPlan:
@@ -338,18 +476,22 @@ def _measured(config: TrainConfig, model: Model, device: torch.device, data: Run
 
 def _longest(config: TrainConfig, data: RunData, objective: Objective) -> Callable[[int], list[Document]]:
     """The longest micro-batch of so many rows (or packs), of those to train on and those held out."""
+    longest = _longest_rows(config, data)
+    return lambda size: [document for row in longest(size) for document in objective.documents(row)]
+
+
+def _longest_rows(config: TrainConfig, data: RunData) -> Callable[[int], list[Row]]:
     plan = micro_batches(config, data.rows)
 
-    def documents(size: int) -> list[Document]:
+    def rows(size: int) -> list[Row]:
         longest_held_out = data.held_out.lengths.argsort()[::-1][:size]
-        some = [
+        some: list[list[Row]] = [
             [data.rows[index] for index in plan.largest(size)],
             [data.held_out[int(index)] for index in longest_held_out],
         ]
-        rows = max(some, key=lambda rows: sum(row.num_tokens for row in rows))
-        return [document for row in rows for document in objective.documents(row)]
+        return max(some, key=lambda rows: sum(row.num_tokens for row in rows))
 
-    return documents
+    return rows
 
 
 def _kind(tensor: str) -> str:

@@ -1,10 +1,11 @@
-"""Several processes that train one adapter together (data parallel), started by torchrun.
+"""Several processes that train one adapter together, started by torchrun.
 
-Every process holds the whole model and takes every n-th micro-batch of a step. Gradients, losses and a flag for "stop"
-travel in one flat tensor, summed over all processes, once a step. So every process runs the same collectives in the
-same order, whatever its data: a process without a micro-batch, or one that was asked to stop, adds zeros and does not
-keep the others waiting. A process that dies closes its connections, which ends the others' waiting at once (gloo) or
-makes torchrun end them (NCCL); one that hangs is given up after `ddp_timeout`.
+Data parallel: every process holds the whole model and takes every n-th micro-batch of a step. (Where the layers are
+split over the processes instead, all of them work on each micro-batch, see `training.pipeline`.) Gradients, losses and
+a flag for "stop" travel in one flat tensor, summed over all processes, once a step. So every process runs the same
+collectives in the same order, whatever its data: a process without a micro-batch, or one that was asked to stop, adds
+zeros and does not keep the others waiting. A process that dies closes its connections, which ends the others' waiting
+at once (gloo) or makes torchrun end them (NCCL); one that hangs is given up after `ddp_timeout`.
 """
 
 import hashlib
@@ -13,12 +14,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pyggtrain.errors import ConfigError, PyggtrainError
+
+_T = TypeVar("_T")
 
 
 class ProcessLostError(PyggtrainError):
@@ -34,6 +37,7 @@ class Processes:
         count: of all processes.
         local_rank, local_count: the same among the processes of this machine.
         timeout_s: seconds that the others may keep this one waiting.
+        is_split: the processes hold parts of one model, not copies of it.
     """
 
     rank: int = 0
@@ -41,10 +45,21 @@ class Processes:
     local_rank: int = 0
     local_count: int = 1
     timeout_s: int = 0
+    is_split: bool = False
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def replica(self) -> int:
+        """Number of the copy of the model that this process belongs to."""
+        return 0 if self.is_split else self.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model: each takes a share of the micro-batches."""
+        return 1 if self.is_split else self.count
 
     def device(self, device: torch.device) -> torch.device:
         """The GPU of this process, if `device` names GPUs in general; else `device`."""
@@ -55,7 +70,7 @@ class Processes:
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
         """Replace `values` by the sum over all processes, equal to the last bit on each of them."""
         if self.count > 1:
-            with self._explained():
+            with self.explained():
                 dist.all_reduce(values)
         return values
 
@@ -71,10 +86,7 @@ class Processes:
         """
         if self.count == 1:
             return
-        gathered: list[Any] = [None] * self.count
-        with self._explained():
-            dist.all_gather_object(gathered, dict(facts))
-        for rank, others in enumerate(gathered):
+        for rank, others in enumerate(self.all_gather(dict(facts))):
             for name, value in facts.items():
                 if others[name] != value:
                     raise ConfigError(
@@ -82,17 +94,38 @@ class Processes:
                         "All processes need the same command, files and versions."
                     )
 
+    def gather(self, value: _T) -> list[_T] | None:
+        """Return the values of all processes on the first one, None on the others."""
+        if self.count == 1:
+            return [value]
+        gathered: list[Any] | None = [None] * self.count if self.is_first else None
+        with self.explained():
+            dist.gather_object(value, gathered)
+        return gathered
+
+    def all_gather(self, value: _T) -> list[_T]:
+        """Return the values of all processes on each of them."""
+        if self.count == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.count
+        with self.explained():
+            dist.all_gather_object(gathered, value)
+        return gathered
+
     def leave(self) -> None:
         """End the work together; what a process does afterwards is its own matter."""
         if self.count > 1:
-            with self._explained():
+            with self.explained():
                 dist.barrier()
             dist.destroy_process_group()
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
+        """Turn what torch raises for a lost connection into a ProcessLostError."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         # What torch raises for a lost connection depends on the backend; all of it is a RuntimeError.
         except RuntimeError as error:
             raise ProcessLostError(
@@ -102,11 +135,12 @@ class Processes:
             ) from error
 
 
-def join_processes(timeout_s: int) -> Processes:
+def join_processes(timeout_s: int, *, is_split: bool = False) -> Processes:
     """Join the processes that torchrun started; a process that was started alone stays alone.
 
     Args:
         timeout_s: seconds after which a process that does not answer is given up.
+        is_split: they will hold parts of one model.
 
     Raises:
         ProcessLostError: the others did not come.
@@ -121,11 +155,12 @@ def join_processes(timeout_s: int) -> Processes:
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         local_count=int(os.environ.get("LOCAL_WORLD_SIZE", count)),
         timeout_s=timeout_s,
+        is_split=is_split,
     )
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     if has_nccl:
         torch.cuda.set_device(processes.local_rank)
-    with processes._explained():
+    with processes.explained():
         dist.init_process_group("cpu:gloo,cuda:nccl" if has_nccl else "gloo", timeout=timedelta(seconds=timeout_s))
     return processes
 

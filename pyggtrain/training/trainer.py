@@ -9,13 +9,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.training.batches import Batches
-from pyggtrain.training.checkpoint import Checkpoint, Origin, check_same_run, save_checkpoint
+from pyggtrain.training.checkpoint import Checkpoint, Origin, check_same_run, joined, on_cpu, save_checkpoint
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.evaluation import Evaluations
 from pyggtrain.training.interrupts import StopRequested, TrainingInterrupted, stop_requests
@@ -23,11 +24,15 @@ from pyggtrain.training.metrics import EvalMetrics, LoggedStep, StepLog
 from pyggtrain.training.objectives import Objective
 from pyggtrain.training.optim import Optimizer
 from pyggtrain.training.output import OutputFiles, remove_leftovers
+from pyggtrain.training.pipeline import Pipeline
 from pyggtrain.training.processes import Processes, fingerprint
 from pyggtrain.training.progress import Progress
 from pyggtrain.training.schedule import learning_rate
 from pyggtrain.training.step_graph import StepGraphs, can_graph
 from pyggtrain.training.trackers import MetricsFile, Together
+
+# Held-out micro-batches that are on the way through the processes of a split model at the same time.
+_HELD_OUT_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,10 @@ class Trainer:
         device: of the parameters.
         progress: told about each step.
         processes: that share the micro-batches of each step; the first one writes and tells.
+        pipeline: computes the micro-batches where the model is split over the processes; `parameters` are then those of
+            this process's layers.
+        other_parameters: those of the other processes' layers, which the first process takes over at the end.
+        layers: of the processes, where the model is split.
         check_base: raises if the base file has changed; asked before each step and before its state is kept.
         memory_excess: asked after each step; says what was overstepped if the run takes more memory than it may.
 
@@ -99,6 +108,9 @@ class Trainer:
         device: torch.device,
         progress: Progress,
         processes: Processes | None = None,
+        pipeline: Pipeline | None = None,
+        other_parameters: Mapping[str, torch.Tensor] | None = None,
+        layers: str | None = None,
         check_base: Callable[[], None] = lambda: None,
         memory_excess: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -110,7 +122,8 @@ class Trainer:
         self.batches = Batches(objective, rows, held_out, config=config, device=device, processes=self.processes)
         self.progress = Together([MetricsFile(files.metrics), progress] if self.processes.is_first else [])
         self.optimizer = Optimizer(self.parameters, config, self.processes)
-        if can_graph(config, objective.model):
+        self.optimizer.pipeline, self.other_parameters = pipeline, dict(other_parameters or {})
+        if pipeline is None and can_graph(config, objective.model):
             self.optimizer.graphs = StepGraphs(objective.model, self.parameters)
         self.evaluations = Evaluations(config, has_held_out=len(held_out) > 0)
         self.num_steps = self.batches.num_steps
@@ -121,6 +134,7 @@ class Trainer:
             self.num_steps,
             held_out_sha256=held_out_sha256,
             num_processes=self.processes.count,
+            layers=layers,
         )
         self.started, self.resume_from = started, resume_from
         self._loss = math.nan
@@ -170,6 +184,8 @@ class Trainer:
         finally:
             self.progress.stop()
         self._take_saved_weights()
+        if self.processes.is_split:
+            self._take_over_parts()
         self.processes.leave()
         return self._summary(done, log)
 
@@ -218,13 +234,18 @@ class Trainer:
         self.objective.model.eval()
         # Without no_grad the loss would make gradients in its forward pass.
         with torch.no_grad():
-            for batch in self.batches.held_out():
-                if stop_requested():
-                    totals[-1] = 1
-                    break
-                loss_sum, values = self.objective.loss(batch)
-                totals[0] += loss_sum
-                totals[1:-1] += values
+            if self.optimizer.pipeline is not None:
+                batches = self.batches.held_out()
+                while group := list(islice(batches, _HELD_OUT_AT_ONCE)):
+                    self.optimizer.pipeline.add_losses(group, totals)
+            else:
+                for batch in self.batches.held_out():
+                    if stop_requested():
+                        totals[-1] = 1
+                        break
+                    loss_sum, values = self.objective.loss(batch)
+                    totals[0] += loss_sum
+                    totals[1:-1] += values
         self.objective.model.train()
         self.processes.sum_(totals)
         *sums, is_stopping = totals.tolist()
@@ -234,11 +255,9 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         self.check_base()
-        if self.processes.count > 1:
+        if self.processes.num_replicas > 1:
             # Replicas that have drifted apart would train something that no checkpoint holds.
             self.processes.check_same({f"weights after step {done}": fingerprint(self.parameters)})
-        if not self.processes.is_first:
-            return
         parameters = {name: parameter.detach().cpu() for name, parameter in self.parameters.items()}
         checkpoint = Checkpoint(
             step=done,
@@ -249,7 +268,10 @@ class Trainer:
             evaluations=self.evaluations.state_dict(),
             loss=self._loss,
         )
-        save_checkpoint(self.files.checkpoint, checkpoint)
+        if self.processes.is_split and (parts := self.processes.gather(on_cpu(checkpoint))) is not None:
+            checkpoint = joined(parts)
+        if self.processes.is_first:
+            save_checkpoint(self.files.checkpoint, checkpoint)
 
     def _restore(self, checkpoint: Checkpoint) -> int:
         check_same_run(self.files.checkpoint, checkpoint.origin, self.origin)
@@ -269,7 +291,7 @@ class Trainer:
                 "data": origin.data_sha256,
                 "torch": torch.__version__,
                 "steps done": done,
-                "weights": fingerprint(self.parameters) if self.processes.count > 1 else None,
+                "weights": fingerprint(self.parameters) if self.processes.num_replicas > 1 else None,
             }
         )
 
@@ -277,6 +299,12 @@ class Trainer:
         self.optimizer.finish()
         if self.evaluations.best_parameters is not None:
             _copy(self.evaluations.best_parameters, self.parameters)
+
+    def _take_over_parts(self) -> None:
+        """Let the first process have the weights of all layers."""
+        own = {name: parameter.detach().cpu() for name, parameter in self.parameters.items()}
+        for part in self.processes.gather(own) or ():
+            _copy(part, {name: value for name, value in self.other_parameters.items() if name in part})
 
     def _summary(self, done: int, log: StepLog) -> TrainSummary:
         losses = self.evaluations.losses

@@ -395,3 +395,82 @@ def test_an_inconsistent_file_is_named(make_llama: Callable, fields, named):
 def test_an_unknown_architecture_lists_the_known_ones(make_llama: Callable):
     with pytest.raises(UnsupportedError, match=r"(?s)'nonsense'.*there are llama\..*unknown model architecture"):
         models.load(make_llama(metadata={"general.architecture": "nonsense"}))
+
+
+PARTS = (range(1), range(1, 3), range(3, 4))
+
+
+def parts_of(file: GGUFFile, **options) -> list[tuple[models.Model, adapters.LoraAdapter]]:
+    return [with_random_pairs(file, layers=layers, **options) for layers in PARTS]
+
+
+@pytest.mark.parametrize("variant", ["plain", "untied"])
+def test_parts_of_a_model_compute_what_the_whole_does(make_llama, variant):
+    """As processes do that each have some of the layers (training.pipeline), in one process."""
+    file = make_llama(num_layers=4, **VARIANTS[variant])
+    whole, adapter = with_random_pairs(file)
+    batch = batch_of(9, 4, is_masked=True)
+    loss, count = whole.loss(batch)
+    loss.backward()
+    parts = parts_of(file)
+    x_TD = parts[0][0].embed(batch)
+    for model, _ in parts:
+        x_TD = model.run_own_layers(x_TD, batch)
+    last = parts[-1][0]
+    loss_of_parts, count_of_parts = last.loss_of(x_TD, batch)
+    loss_of_parts.backward()
+    assert torch.equal(loss_of_parts, loss) and count_of_parts == count
+    assert torch.equal(last.log_probs_of(x_TD, batch), whole.log_probs(batch))
+    for name, pair in adapter.pairs.items():
+        for (_, part), layers in zip(parts, PARTS, strict=True):
+            mine = part.pairs[name]
+            if name.startswith("blk.") and int(name.split(".")[1]) in layers:
+                assert torch.equal(mine.lora_a.grad, pair.lora_a.grad), name
+                assert torch.equal(mine.lora_b.grad, pair.lora_b.grad), name
+            else:
+                assert mine.lora_a.grad is None, name
+
+
+def test_a_model_from_the_graph_is_not_split(make_llama):
+    with pytest.raises(UnsupportedError, match="only a hand-written model can be split by layers"):
+        models.load(make_llama(), implementation="graph", layers=range(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_part_on_a_gpu_holds_its_own_weights_only_and_computes_what_the_whole_does(make_llama):
+    file = make_llama(num_layers=4, **VARIANTS["mixed types"])
+    options = {"target_modules": "all-linear"}
+    config = adapters.LoraConfig(r=4, lora_alpha=6.0, **options)
+    batch = batch_of(130, 70, is_masked=True).to("cuda")
+    losses, gradients = [], []
+    for cut in ((range(4),), PARTS):
+        loaded = [models.load(file, device="cuda", layers=layers if len(cut) > 1 else None) for layers in cut]
+        pairs = [adapters.attach(model, config, seed=0).pairs for model in loaded]
+        for some in pairs:
+            for index, pair in enumerate(some.values()):
+                with torch.no_grad():
+                    generator = torch.Generator().manual_seed(index)
+                    pair.lora_b.copy_(torch.randn(pair.lora_b.shape, generator=generator) * 0.1)
+        for model, layers in zip(loaded, cut, strict=True):
+            assert model.is_fused
+            for name, linear in model.linears.items():
+                is_own = int(name.split(".")[1]) in layers if name.startswith("blk.") else layers.stop == 4
+                assert linear.weight.is_cuda == is_own, name
+        x_TD = loaded[0].embed(batch)
+        for model in loaded:
+            x_TD = model.run_own_layers(x_TD, batch)
+        loss, _ = loaded[-1].loss_of(x_TD, batch)
+        loss.backward()
+        losses.append(loss.item())
+        own = {
+            name: pair.lora_b.grad.clone()
+            for some, layers in zip(pairs, cut, strict=True)
+            for name, pair in some.items()
+            if name.startswith("blk.") and int(name.split(".")[1]) in layers
+        }
+        gradients.append(own)
+    assert losses[0] == losses[1]
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0)

@@ -43,7 +43,7 @@ def config_for(path, **settings) -> TrainConfig:
 @pytest.fixture(autouse=True)
 def _allocator_without_holes(monkeypatch):
     """In a model this tiny the allocator's measured share weighs more than what a policy saves."""
-    monkeypatch.setattr(memory, "_ALLOCATOR_SHARE", dict.fromkeys(POLICIES, 0.0))
+    monkeypatch.setattr(memory, "ALLOCATOR_SHARE", dict.fromkeys(POLICIES, 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,18 @@ def test_other_runs_are_rehearsed_too(tiny_llama_path, settings):
     assert peak["adapter"] > 0 and peak["optimiser"] > 0 and peak["activations"] > 0
 
 
+def test_moments_of_8_bits_are_rehearsed_as_such(tiny_llama_path):
+    pytest.importorskip("bitsandbytes")
+    peaks = {}
+    for optim in ("adamw", "adamw_8bit"):
+        config = config_for(tiny_llama_path, optim=optim)
+        # bitsandbytes keeps pairs below 4,096 numbers in float32: only width 64 with rank 64 has more.
+        lora = LoraConfig(r=64, target_modules=("attn_q", "attn_output"))
+        peaks[optim] = Rehearsal(GGUFFile.open(tiny_llama_path), config, lora).trace("none", [row(30)]).peak()
+    # Two bytes for each number, a scale for each block of 256, and a table, against eight bytes.
+    assert 0.2 < peaks["adamw_8bit"]["optimiser"] / peaks["adamw"]["optimiser"] < 0.4
+
+
 def test_no_weight_is_read_and_the_file_stays_as_it_is(tiny_llama_path, monkeypatch):
     from pyggtrain import _bridge
 
@@ -130,7 +142,7 @@ def test_recomputing_costs_less_memory(rehearsal, tiny_llama_path):
 
 def test_allocator_keeps_a_share_of_what_comes_and_goes(rehearsal, tiny_llama_path, monkeypatch):
     monkeypatch.setattr(memory, "_mallopt", lambda: object())
-    monkeypatch.setitem(memory._ALLOCATOR_SHARE, "layers", 0.5)
+    monkeypatch.setitem(memory.ALLOCATOR_SHARE, "layers", 0.5)
     parts = planner(rehearsal, tiny_llama_path).plan("layers", 2).parts
     passing = sum(parts.get(name, 0) for name in ("activations", "gradients", "loss chunk", "workspace"))
     # What loading decoded (norms) is counted with the file, and also passes through the allocator.
@@ -149,7 +161,7 @@ def test_auto_takes_the_fastest_policy_that_fits(rehearsal, tiny_llama_path, mon
 
 
 def test_limit_chooses_micro_batch_and_policy(rehearsal, tiny_llama_path, monkeypatch):
-    monkeypatch.setattr(memory, "_program_bytes", lambda paths: 0)
+    monkeypatch.setattr(memory, "program_bytes", lambda paths: 0)
     free = planner(rehearsal, tiny_llama_path, num_tokens=500, max_memory="1TiB")
     assert {size for _, size in free.settings} == {8, 4, 2, 1}
     assert free.settings[0] == ("none", 8) == (free.choose().policy, free.choose().micro_batch_size)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,11 @@ torch.set_num_threads(1)
 spec = importlib.util.spec_from_file_location("test_trainer", sys.argv[1])
 tests = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tests)
-model = sys.argv[2]
+model_path = sys.argv[2]
 
 def run(rank, folder, scenario, settings):
-    processes = join_processes(settings.pop("timeout_s", 60))
+    is_split = settings.get("split_mode") == "layer"
+    processes = join_processes(settings.pop("timeout_s", 60), is_split=is_split)
     if scenario == "raise" and rank == 1:
         raise PyggtrainError("rank 1 cannot read its data")
     if scenario == "differ" and rank == 1:
@@ -40,19 +42,26 @@ def run(rank, folder, scenario, settings):
     if settings.pop("masks_last", False):
         last = rows[-1]
         rows[-1] = tests.Example(last.input_ids, tests.array("i", [-100] * last.num_tokens), last.source)
-    held_out = tests.make_rows(settings.pop("num_held_out", 0), seed=8)
-    trainer = tests.make_trainer(model, folder, rows=rows, held_out=held_out, processes=processes, **settings)
-    compute, calls = trainer.objective.model.loss, iter(range(1, 10_000))
-    def loss(batch):
+    num_held_out = settings.pop("num_held_out", 0)
+    held_out = tests.make_rows(num_held_out, seed=8)
+    if settings.pop("pairs", False):
+        rows, held_out = tests.make_pairs(len(rows)), tests.make_pairs(num_held_out)
+    trainer = tests.make_trainer(model_path, folder, rows=rows, held_out=held_out, processes=processes, **settings)
+    # Where the model is split, the last process alone computes losses, and all of them run layers.
+    model, name = trainer.objective.model, "run_own_layers" if is_split else "loss"
+    compute, calls = getattr(model, name), iter(range(1, 10_000))
+    def counted(*arguments):
         if next(calls) == 3 and rank == 1:
+            if scenario == "fault":
+                raise ValueError("a fault of process 1")
             if scenario == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if scenario == "hang":
                 time.sleep(600)
             if scenario == "stop":
                 os.kill(os.getpid(), signal.SIGTERM)
-        return compute(batch)
-    trainer.objective.model.loss = loss
+        return compute(*arguments)
+    setattr(model, name, counted)
     summary = trainer.run()
     torch.save({"weights": tests.weights(trainer), "eval_loss": summary.eval_loss}, folder / f"{rank}.pt")
 
@@ -113,8 +122,12 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def fork_server(tiny_llama_path):
+    yield from serve_forks(tiny_llama_path)
+
+
+def serve_forks(model: Path) -> Iterator[subprocess.Popen]:
     script = str(Path(__file__).with_name("test_trainer.py"))
-    command = [sys.executable, "-c", FORK, script, str(tiny_llama_path)]
+    command = [sys.executable, "-c", FORK, script, str(model)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         yield server
         server.stdin.close()
@@ -122,6 +135,10 @@ def fork_server(tiny_llama_path):
 
 @pytest.fixture
 def run_processes(fork_server, tmp_path):
+    return runner(fork_server, tmp_path)
+
+
+def runner(fork_server, tmp_path) -> Callable[..., Outcome]:
     """(number of processes, scenario, settings of `make_trainer`) -> what they did."""
 
     def run(count: int, scenario: str = "train", folder: str | None = None, **settings) -> Outcome:

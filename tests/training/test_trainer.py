@@ -26,8 +26,10 @@ from pyggtrain.training.interrupts import TrainingInterrupted
 from pyggtrain.training.metrics import read_metrics
 from pyggtrain.training.objectives import OBJECTIVES
 from pyggtrain.training.output import OutputFiles
+from pyggtrain.training.pipeline import Pipeline, shares_of, split_layers
 from pyggtrain.training.processes import Processes
 from pyggtrain.training.progress import Progress
+from pyggtrain.training.reference_log_probs import ReferenceModel
 from pyggtrain.training.trainer import Trainer
 
 
@@ -82,20 +84,42 @@ def make_trainer(
         **settings,
     }
     config = TrainConfig(model=str(path), data=("d",), output=str(folder / "a.gguf"), resume=resume, **settings)
-    model = models.load(GGUFFile.open(path))
+    file, split, layers, pipeline = GGUFFile.open(path), None, None, None
+    if config.split_mode == "layer":
+        num_layers = file.metadata["llama.block_count"]
+        split = split_layers([1] * num_layers, shares_of(config, processes, None))
+        layers = split.layers(processes.rank)
+    model = models.load(file, layers=layers)
     lora = LoraConfig(r=config.r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout)
     adapter = attach(model, lora, seed=config.seed)
     model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
     files = OutputFiles(folder / "a.gguf")
-    parameters = {}
+    parameters, others = {}, {}
     for name, pair in adapter.pairs.items():
-        parameters[f"{name}.lora_a"], parameters[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
+        some = parameters if layers is None or int(name.split(".")[1]) in layers else others
+        some[f"{name}.lora_a"], some[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
+    if split is not None:
+        width = file.metadata["llama.embedding_length"]
+        model.checkpoint_policy = "none" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing
+        pipeline = Pipeline(model, config, processes, torch.device("cpu"), width=width, dtype=torch.float32)
+    rows, held_out = list(rows), list(held_out)
+    if config.precompute_ref_log_probs:
+        reference = ReferenceModel(
+            model,
+            base_sha256=str(folder),
+            compute="",
+            micro_batch_size=config.micro_batch_size,
+            device=torch.device("cpu"),
+            processes=processes or Processes(),
+            pipeline=pipeline,
+        )
+        rows, held_out = reference.of(rows), reference.of(held_out)
     return Trainer(
         OBJECTIVES[config.method](model, config),
         parameters,
-        list(rows),
-        list(held_out),
+        rows,
+        held_out,
         config=config,
         files=files,
         base_sha256="base",
@@ -105,11 +129,15 @@ def make_trainer(
         device=torch.device("cpu"),
         progress=progress or Progress(),
         processes=processes,
+        pipeline=pipeline,
+        other_parameters=others,
+        layers=None if split is None else str(split),
     )
 
 
 def weights(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.parameters.values()])
+    parameters = {**trainer.parameters, **trainer.other_parameters}
+    return torch.cat([parameters[name].detach().flatten() for name in sorted(parameters)])
 
 
 def interrupt_at_call(trainer: Trainer, call: int, number: int = signal.SIGINT) -> None:
