@@ -162,6 +162,38 @@ LORA_CASES = (LoraCase(1, 32, 16, 4), LoraCase(70, 300, 96, 16), LoraCase(200, 5
 
 
 @dataclass(frozen=True)
+class ExpertCase:
+    """Products of the slots of `tokens` rows, `chosen` for each, with experts of `out_features` x `in_features`.
+
+    Expert 2 is chosen by nobody, the last one once.
+    """
+
+    tokens: int
+    chosen: int
+    experts: int
+    out_features: int
+    in_features: int
+    rank: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.tokens}x{self.chosen}of{self.experts}x{self.out_features}x{self.in_features}_r{self.rank}"
+
+    def ids(self, device: torch.device) -> torch.Tensor:
+        """int64 [T, J]; a token may choose one expert twice."""
+        generator = torch.Generator().manual_seed(self.tokens)
+        ids = torch.randint(0, self.experts - 1, (self.tokens, self.chosen), generator=generator)
+        ids[ids == 2] = 0
+        ids[-1, -1] = self.experts - 1
+        return ids.to(device)
+
+
+EXPERT_CASES = (ExpertCase(1, 1, 4, 32, 256, 4), ExpertCase(7, 3, 5, 34, 256, 3), ExpertCase(24, 2, 4, 70, 512, 20))
+# Types whose lanes make one, two and four runs, blocks of 32 and of 256 weights, with a table and without.
+EXPERT_TYPES = ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "TQ1_0", "IQ3_S")
+
+
+@dataclass(frozen=True)
 class AttentionCase:
     """Documents of these lengths in one row; `kv_heads` key heads for `heads` query heads."""
 

@@ -4,24 +4,29 @@ Needs Triton, and a GPU or Triton's interpreter (TRITON_INTERPRET=1 before the f
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
-from pyggtrain.kernels import cross_entropy, fp8, lora, rms_norm, rope, swiglu
+from pyggtrain.kernels import cross_entropy, fp8, grouped_lora, lora, moe_routing, rms_norm, rope, swiglu
 from pyggtrain.kernels.attention.backward import attention_backward
 from pyggtrain.kernels.attention.forward import attention_forward
 from pyggtrain.kernels.attention.mask import AttentionMask
 from pyggtrain.kernels.dequant import DECODERS, dequantize
 from pyggtrain.kernels.dequant_matmul import DTYPES, dequant_matmul_backward, dequant_matmul_forward
+from pyggtrain.kernels.expert_swiglu import SWIGLU, Glu, expert_swiglu_backward, expert_swiglu_forward
+from pyggtrain.kernels.grouped_dequant_matmul import grouped_dequant_backward, grouped_dequant_forward
+from pyggtrain.kernels.grouped_matmul import LowRank, grouped_matmul_backward, grouped_matmul_forward, padded_rank
 from pyggtrain.kernels.reference import attention as attention_reference
 from pyggtrain.kernels.reference import cross_entropy as cross_entropy_reference
 from pyggtrain.kernels.reference import dequant as dequant_reference
 from pyggtrain.kernels.reference import dequant_matmul as dequant_matmul_reference
+from pyggtrain.kernels.reference import experts as expert_reference
 from pyggtrain.kernels.reference import fp8 as fp8_reference
 from pyggtrain.kernels.reference import lora as lora_reference
+from pyggtrain.kernels.reference import moe_routing as routing_reference
 from pyggtrain.kernels.reference import rms_norm as rms_norm_reference
 from pyggtrain.kernels.reference import rope as rope_reference
 from pyggtrain.kernels.reference import swiglu as swiglu_reference
@@ -33,6 +38,8 @@ from pyggtrain.kernels.reference.cases import (
     DEQUANT_MATMUL_CASES,
     DEQUANT_MATMUL_SHAPE_CASES,
     DEQUANTIZE_CASES,
+    EXPERT_CASES,
+    EXPERT_TYPES,
     GATE_CASES,
     GATED_NORM_CASES,
     LINEAR_CROSS_ENTROPY_CASES,
@@ -43,6 +50,7 @@ from pyggtrain.kernels.reference.cases import (
     CrossEntropyCase,
     DequantizeCase,
     DequantMatmulCase,
+    ExpertCase,
     LinearCrossEntropyCase,
     LoraCase,
     RopeCase,
@@ -227,6 +235,183 @@ def check_lora_backward(case: LoraCase, dtype: torch.dtype, device: torch.device
     return [as_close_as_torch(*compared, terms=terms) for compared in zip(names, results, plain, expected, strict=True)]
 
 
+def check_routing(case: ExpertCase, dtype: torch.dtype, device: torch.device) -> list[Comparison]:
+    ids = case.ids(device)
+    routing = moe_routing.sort_by_expert(ids, case.experts)
+    slot, bounds = routing_reference.sort_by_expert(ids, case.experts)
+    generator = torch.Generator(device).manual_seed(0)
+    y = torch.randn(ids.numel(), case.in_features + 8, device=device, generator=generator).to(dtype)[:, :-8]
+    residual = torch.randn(case.tokens, case.in_features, device=device, generator=generator).to(dtype)
+    probs = torch.rand(ids.shape, device=device, generator=generator)
+    comparisons = [
+        Comparison("slot", float((routing.slot != slot).sum()), 0.0),
+        Comparison("bounds", float((routing.bounds != bounds).sum()), 0.0),
+    ]
+    for weights, added in ((None, None), (probs, residual)):
+        out = moe_routing.combine(y, case.chosen, probs=weights, residual=added)
+        exact = routing_reference.combine(y, case.chosen, probs=weights, residual=added)
+        comparisons.append(as_close_as_torch("combined", out, exact.to(dtype), exact, terms=case.chosen))
+    return comparisons
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertInputs:
+    """What the products with experts read, rows in the order of the places unless said otherwise."""
+
+    routing: moe_routing.Routing
+    x_of_tokens: torch.Tensor
+    dy_of_slots: torch.Tensor
+    h: torch.Tensor
+    lora_a: list[torch.Tensor]
+    lora_b: list[torch.Tensor]
+    expert_scale: torch.Tensor
+    bias: torch.Tensor
+
+    @property
+    def x(self) -> torch.Tensor:
+        return self.x_of_tokens[self.routing.slot.long() // self.routing.num_chosen]
+
+    @property
+    def dy(self) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.dy_of_slots[self.routing.slot.long()].chunk(2, 1)
+        return first, second
+
+
+def expert_inputs(case: ExpertCase, dtype: torch.dtype, device: torch.device) -> ExpertInputs:
+    """Two parts, as gate and up are; h and dh are one, [S, 2 BR]."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    routing = moe_routing.sort_by_expert(case.ids(device), case.experts)
+    num_slots, rank = routing.num_slots, case.rank
+    h = torch.zeros(num_slots, 2, padded_rank(rank), dtype=dtype, device=device)
+    h[..., :rank] = normal(num_slots, 2, rank).to(dtype)
+    return ExpertInputs(
+        routing,
+        normal(case.tokens, case.in_features + 8).to(dtype)[:, :-8],
+        normal(num_slots, 2 * case.out_features + 8).to(dtype)[:, :-8],
+        h.flatten(1),
+        [normal(case.experts, rank, case.in_features) for _ in range(2)],
+        [normal(case.experts, case.out_features, rank) for _ in range(2)],
+        torch.rand(case.experts, device=device, generator=generator) + 0.5,
+        normal(case.experts, case.out_features),
+    )
+
+
+def check_grouped_matmul(type: str, case: ExpertCase, dtype: torch.dtype, device: torch.device) -> list[Comparison]:
+    """Both products with decoded weights (in two slices) and with packed ones."""
+    inputs, generator = expert_inputs(case, dtype, device), torch.Generator(device).manual_seed(1)
+    routing, num_out, num_in = inputs.routing, case.out_features, case.in_features
+    stacks = [random_blocks(type, case.experts * num_out, num_in, generator=generator) for _ in range(2)]
+    if type == "MXFP4":
+        for stack in stacks:
+            scales = stack.view(-1, DECODERS[type].block_bytes)[:, 0]
+            scales.copy_(scales % 8 + 121)
+    weights = torch.stack([dequant_reference.dequantize(stack, type, dtype=dtype) for stack in stacks])
+    weights = weights.view(2, case.experts, num_out, num_in)
+    blocks = [stack.view(case.experts, num_out, -1) for stack in stacks]
+    lora_a, lora_b = ([factor.to(dtype) for factor in factors] for factors in (inputs.lora_a, inputs.lora_b))
+    rank, padded = case.rank, padded_rank(case.rank)
+    h, dh = inputs.h[:, :padded].contiguous(), inputs.h
+    options: dict[str, Any] = {"expert_scale": inputs.expert_scale}
+    places = (
+        torch.empty_like(routing.slot)
+        .scatter_(0, routing.slot.long(), torch.arange(routing.num_slots, dtype=torch.int32, device=device))
+        .long()
+    )
+    exact = expert_reference.grouped_matmul_forward(
+        inputs.x, weights[0], routing.bounds, h=h[:, :rank], lora_b=lora_b[0], bias=inputs.bias, **options
+    )
+    exact_dx = expert_reference.grouped_matmul_backward(
+        inputs.dy,
+        list(weights),
+        routing.bounds,
+        dh=[part[:, :rank] for part in dh.split(padded, 1)],
+        lora_a=lora_a,
+        **options,
+    )[places]
+    forward = options | {"low_rank": LowRank(h, (inputs.lora_b[0],)), "slots_per_row": case.chosen, "bias": inputs.bias}
+    backward = options | {"low_rank": LowRank(dh, tuple(inputs.lora_a)), "slots_per_row": 1, "to_slots": True}
+
+    def empty(width: int) -> torch.Tensor:
+        return torch.full((routing.num_slots, width), float("nan"), dtype=dtype, device=device)
+
+    results = {
+        "packed": (
+            grouped_dequant_forward(inputs.x_of_tokens, blocks[0], type, routing, out=empty(num_out), **forward),
+            grouped_dequant_backward(inputs.dy_of_slots, blocks, type, routing, out=empty(num_in), **backward),
+        )
+    }
+    if type == EXPERT_TYPES[0]:
+        # Decoded weights are the same for every type.
+        y, dx, half = empty(num_out), empty(num_in), case.experts // 2
+        for first, end in ((0, half), (half, case.experts)):
+            part = weights[:, first:end]
+            grouped_matmul_forward(inputs.x_of_tokens, part[0], routing, out=y, first_expert=first, **forward)
+            grouped_matmul_backward(inputs.dy_of_slots, part, routing, out=dx, first_expert=first, **backward)
+        results["decoded"] = (y, dx)
+    comparisons = []
+    for name, (result, gradient) in results.items():
+        for what, ours, expected, terms in (
+            ("y", result, exact, num_in),
+            ("dx", gradient, exact_dx, 2 * num_out),
+        ):
+            comparisons.append(as_close_as_torch(f"{name} {what}", ours, expected.to(dtype), expected, terms=4 * terms))
+    return comparisons
+
+
+def check_grouped_lora(case: ExpertCase, dtype: torch.dtype, device: torch.device) -> list[Comparison]:
+    inputs, rank = expert_inputs(case, dtype, device), case.rank
+    routing, padded = inputs.routing, padded_rank(case.rank)
+    lora_a, lora_b, h = inputs.lora_a[0], inputs.lora_b[0], inputs.h[:, :padded]
+    dy = inputs.dy_of_slots[:, : case.out_features]
+    low_rank = grouped_lora.project(
+        inputs.x_of_tokens, lora_a, routing, is_lora_b=False, scale=0.5, slots_per_row=case.chosen
+    )
+    dh = grouped_lora.project(dy, lora_b, routing, is_lora_b=True, scale=0.5, slots_per_row=1)
+    d_lora_a = grouped_lora.outer(
+        h, inputs.x_of_tokens, routing, rank=rank, is_lora_b=False, scale=0.5, slots_per_row=case.chosen
+    )
+    d_lora_b = grouped_lora.outer(h, dy, routing, rank=rank, is_lora_b=True, slots_per_row=1)
+    bounds, dy_places, b_turned = routing.bounds, inputs.dy[0], lora_b.to(dtype).transpose(1, 2)
+    exact = {
+        "h": expert_reference.project(inputs.x, lora_a.to(dtype), bounds, scale=0.5),
+        "dh": expert_reference.project(dy_places, b_turned, bounds, scale=0.5),
+        "dA": expert_reference.outer(h[:, :rank], inputs.x, bounds, scale=0.5),
+        "dB": expert_reference.outer(h[:, :rank], dy_places, bounds, scale=1.0).transpose(1, 2),
+    }
+    ours = {"h": low_rank[:, :rank], "dh": dh[:, :rank], "dA": d_lora_a, "dB": d_lora_b}
+    padding = low_rank[:, rank:].count_nonzero() + dh[:, rank:].count_nonzero()
+    return [
+        Comparison("padding", float(padding), 0.0),
+        *(
+            as_close_as_torch(name, ours[name], value.to(ours[name].dtype), value, terms=4 * case.in_features)
+            for name, value in exact.items()
+        ),
+    ]
+
+
+def check_expert_swiglu(case: ExpertCase, glu: Glu, dtype: torch.dtype, device: torch.device) -> list[Comparison]:
+    routing = moe_routing.sort_by_expert(case.ids(device), case.experts)
+    rows = RowCase(routing.num_slots, case.out_features, gap=8)
+    da, gate, up = random_rows(rows, 3, dtype, device)
+    probs = torch.rand(case.tokens, case.chosen, device=device, generator=torch.Generator(device).manual_seed(0))
+    weight = probs.flatten()[routing.slot.long()]
+    settings = asdict(glu)
+    expected_a = expert_reference.expert_swiglu_forward(gate, up, **settings)
+    expected = (expected_a, *expert_reference.expert_swiglu_backward(da, gate, up, weight, **settings))
+    a = expert_swiglu_forward(gate, up, glu=glu)
+    d_probs = expert_swiglu_backward(da, gate, up, routing, probs, glu=glu, d_gate=gate, d_up=up, weighted=da)
+    results = (a, gate, up, da, d_probs.flatten()[routing.slot.long()])
+    names = ("a", "d_gate", "d_up", "weighted", "d_probs")
+    return [
+        as_close_as_torch(name, ours, exact.to(ours.dtype), exact, terms=4 * case.out_features)
+        for name, ours, exact in zip(names, results, expected, strict=True)
+    ]
+
+
 def attention_inputs(
     case: AttentionCase, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[torch.Tensor], AttentionMask, dict[str, Any]]:
@@ -361,6 +546,18 @@ CHECKS: dict[str, list[Check]] = {
     "fp8": [Check(case.id, partial(check_fp8, case)) for case in ROW_CASES],
     "swiglu": [Check(case.id, partial(check_swiglu, case)) for case in ROW_CASES],
     "lora": [Check(case.id, partial(check_lora_backward, case)) for case in LORA_CASES],
+    "moe_routing": [Check(case.id, partial(check_routing, case)) for case in EXPERT_CASES],
+    "grouped_matmul": [
+        Check(f"{type}_{case.id}", partial(check_grouped_matmul, type, case))
+        for type in EXPERT_TYPES
+        for case in (EXPERT_CASES if type == "Q4_K" else EXPERT_CASES[1:2])
+    ],
+    "grouped_lora": [Check(case.id, partial(check_grouped_lora, case)) for case in EXPERT_CASES],
+    "expert_swiglu": [
+        Check(f"{case.id}_{name}", partial(check_expert_swiglu, case, glu))
+        for case in EXPERT_CASES
+        for name, glu in (("swiglu", SWIGLU), ("limited", Glu(1.702, 1.0, 0.8)))
+    ],
     "attention": [Check(case.id, partial(check_attention, case)) for case in ATTENTION_CASES],
     "gated_delta_rule": [Check(case.id, partial(check_delta_rule, case)) for case in DELTA_RULE_CASES],
     "causal_conv1d": [Check(case.id, partial(check_convolution, case)) for case in CONVOLUTION_CASES],

@@ -33,6 +33,10 @@ from pyggtrain.kernels.cross_entropy import cross_entropy_kernel
 from pyggtrain.kernels.delta_gates import delta_gates_bwd_kernel, delta_gates_fwd_kernel
 from pyggtrain.kernels.dequant import DECODERS
 from pyggtrain.kernels.dequant.kernel import decoder_of, dequantize_kernel
+from pyggtrain.kernels.expert_swiglu import expert_swiglu_bwd_kernel, expert_swiglu_fwd_kernel
+from pyggtrain.kernels.grouped_dequant_matmul import grouped_dequant_bwd_kernel, grouped_dequant_fwd_kernel
+from pyggtrain.kernels.grouped_lora import grouped_outer_kernel, grouped_project_kernel
+from pyggtrain.kernels.grouped_matmul import grouped_matmul_kernel
 from pyggtrain.kernels.gated_delta_rule.backward import (
     D_STATES_TILE,
     DQK_TILE,
@@ -58,12 +62,17 @@ from pyggtrain.kernels.gated_rms_norm import gated_rms_norm_bwd_kernel, gated_rm
 from pyggtrain.kernels.dequant_matmul import dequant_matmul_bwd_kernel, dequant_matmul_fwd_kernel, sum_parts_kernel
 from pyggtrain.kernels.fp8 import column_maximum_kernel, quantize_columns_kernel, quantize_rows_kernel
 from pyggtrain.kernels.lora import lora_extend_kernel
+from pyggtrain.kernels.moe_routing import combine_kernel, expert_count_kernel, expert_place_kernel
+from pyggtrain.kernels.reference.cases import EXPERT_TYPES
 from pyggtrain.kernels.rms_norm import rms_norm_bwd_kernel, rms_norm_fwd_kernel
 from pyggtrain.kernels.rope import rope_kernel
 from pyggtrain.kernels.swiglu import swiglu_bwd_kernel, swiglu_fwd_kernel
 
 
-FLOATS = ("eps", "scale0", "scale1", "scale2", "sin_sign", "gradient_scale", "softmax_scale", "softcap", "scale")
+FLOATS = (
+    *("eps", "scale", "scale0", "scale1", "scale2", "sin_sign", "gradient_scale", "softmax_scale", "softcap"),
+    *("alpha", "offset", "limit"),
+)
 
 
 def compile(kernel, constants, *, float32=(), other=(), **options):
@@ -100,6 +109,36 @@ for kernel, tiles in (
     heads |= dict(HAS_SINKS=True) if kernel is attention_fwd_kernel else {}
     compile(kernel, heads, float32=kept, other=masks, num_warps=tile.num_warps, num_stages=tile.num_stages)
 compile(attention_bwd_rows_kernel, dict(K=128, BK=128, BT=64), float32=kept)
+integers = dict.fromkeys(("p_ids", "p_counts", "p_slot", "p_bounds"), "*i32")
+compile(expert_count_kernel, dict(BS=256, BC=64, BE=128), other=integers | {"p_ids": "*i64"})
+compile(expert_place_kernel, dict(BS=256, BC=64, BP=64, BE=128), other=integers | {"p_ids": "*i64"})
+compile(combine_kernel, dict(J=8, HAS_PROBS=True, HAS_RESIDUAL=True, BD=1024), float32=("p_probs",))
+compile(expert_swiglu_fwd_kernel, dict(BF=1024, HAS_LIMIT=True))
+compile(expert_swiglu_bwd_kernel, dict(BF=1024, HAS_LIMIT=True), float32=("p_probs", "p_d_probs"), other=integers)
+factors = ("p_factor", "p_factor0", "p_factor1", "p_expert_scale", "p_bias", "p_gradient")
+expert = dict(SLOTS_PER_ROW=8, TO_SLOTS=True, HAS_SCALE=True, HAS_BIAS=True, R=8, BR=16, BE=128, PRECISION="tf32")
+for parts in (1, 2):
+    constants = expert | dict(PARTS=parts, IS_EVEN=False, BM=128, BN=128, BK=64)
+    compile(grouped_matmul_kernel, constants, float32=factors, other=integers, num_warps=8, num_stages=3)
+thin = {name: expert[name] for name in ("SLOTS_PER_ROW", "R", "BR", "PRECISION")}
+compile(grouped_project_kernel, thin | dict(BE=128, BM=64, BK=128), float32=factors, other=integers)
+compile(grouped_outer_kernel, thin | dict(BM=32, BK=128), float32=factors, other=integers)
+for type in EXPERT_TYPES:
+    decoder = DECODERS[type]
+    grid = "*fp32" if decoder.grid == "IQ4" else "*u8"
+    other = integers | dict.fromkeys(("p_blocks", "p_blocks0", "p_blocks1"), "*u8") | {"p_grid": grid}
+    constants = expert | dict(
+        decode=decoder_of(type),
+        BLOCK_BYTES=decoder.block_bytes,
+        LANES_PER_BLOCK=decoder.block_size // 8 // decoder.runs,
+        RUNS=decoder.runs,
+        RUN_STRIDE=decoder.run_stride,
+        BLOCKS=256 // decoder.block_size,
+        BM=64,
+    )
+    compile(grouped_dequant_fwd_kernel, constants | dict(BN=64), float32=factors, other=other)
+    del constants["HAS_BIAS"]
+    compile(grouped_dequant_bwd_kernel, constants | dict(BN=32, PARTS=2), float32=factors, other=other)
 gates = ("p_decay", "p_beta", "p_a", "p_dt", "p_d_decay", "p_d_beta", "p_alpha", "p_b", "p_d_alpha", "p_d_b")
 tables = dict.fromkeys(("p_first_token", "p_cu_seqlens", "p_first_chunk"), "*i32")
 for kernel, tile in (

@@ -12,7 +12,8 @@ import pyggtrain.kernels
 from pyggtrain.kernels.attention.mask import AttentionMask
 from pyggtrain.kernels.dequant import DECODERS, check_blocks, dequantize
 from pyggtrain.kernels.dequant.grids import GRIDS
-from pyggtrain.kernels.reference import attention, cross_entropy, dequant, lora, rms_norm, rope, swiglu
+from pyggtrain.kernels.reference import attention, cross_entropy, dequant, experts, lora, moe_routing
+from pyggtrain.kernels.reference import rms_norm, rope, swiglu
 from pyggtrain.kernels.reference.cases import random_blocks
 
 import torch
