@@ -5,9 +5,8 @@ a file's own factor of each expert, usually absent. The pair is optional.
 
 J experts read each token; with x [T, 1, K] all of them read the same row. A slot is one pair (t, j), S = T J of them.
 Slots are sorted by expert, and each expert's slots are one product with its own slice of the stack, so nothing larger
-than a chunk of one expert is ever dequantised (`quant_matmul`), and experts that nobody chose are not touched.
-
-Gradient. W is frozen. For the slots of one expert, with x_n their rows, h = (m ∘ x_n) Aᵀ and dh = s dy B:
+than a chunk of one expert is ever dequantised (`quant_matmul`), and experts that nobody chose are not touched. That is
+a CPU's way; a GPU takes all experts at once (`expert_linear_gpu`).
 
     dx_n = c dy W + m ∘ (dh A), added up over the slots that read one row
     dA   = dhᵀ (m ∘ x_n)
@@ -24,9 +23,15 @@ from typing import Any
 import torch
 
 from pyggtrain.gguf.quant_tensor import QuantTensor
-from pyggtrain.ops import quant_matmul
+from pyggtrain.ops import expert_linear_gpu, quant_matmul
+from pyggtrain.ops.expert_product import ExpertStack
 from pyggtrain.ops.lora_linear import product_of_gradient
 from pyggtrain.ops.operation import operation
+
+
+def _runs_at_once(x: torch.Tensor) -> bool:
+    """Whether kernels take all experts at once: in any dtype that they have."""
+    return x.is_cuda and x.dtype != torch.float64
 
 
 def _groups(order_S: torch.Tensor, bounds_E: torch.Tensor) -> Iterator[tuple[int, slice, torch.Tensor]]:
@@ -37,6 +42,20 @@ def _groups(order_S: torch.Tensor, bounds_E: torch.Tensor) -> Iterator[tuple[int
     for expert, (first, end) in enumerate(pairwise(bounds)):
         if first < end:
             yield expert, slice(first, end), order_S[first:end]
+
+
+def _order(ids_TJ: torch.Tensor, num_experts: int, *, at_once: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots sorted by expert [S], and where each expert's begin [E + 1]."""
+    if at_once:
+        from pyggtrain.kernels.moe_routing import sort_by_expert
+
+        # Looked at by the GPU when it comes to it: asking here would make the host wait.
+        torch._assert_async(((ids_TJ >= 0) & (ids_TJ < num_experts)).all(), "ids name experts that there are not")
+        routing = sort_by_expert(ids_TJ.contiguous(), num_experts)
+        return routing.slot, routing.bounds
+    sorted_ids_S, order_S = torch.sort(ids_TJ.reshape(-1), stable=True)
+    experts = torch.arange(num_experts + 1, device=ids_TJ.device, dtype=sorted_ids_S.dtype)
+    return order_S, torch.searchsorted(sorted_ids_S, experts)
 
 
 @operation("expert_linear", dispatch_keys=("CompositeExplicitAutograd",))
@@ -53,6 +72,10 @@ def _expert_linear(
     compute: str,
     dropout_mask_XK: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if _runs_at_once(x_XK):
+        stack = ExpertStack(blocks, type, base_scale_E)
+        pair = None if lora_a_ERK is None or lora_b_ENR is None else (lora_a_ERK, lora_b_ENR)
+        return expert_linear_gpu.forward(x_XK, order_S, bounds_E, stack, pair, scale, compute, dropout_mask_XK)
     num_slots = order_S.shape[0]
     slots_per_row = num_slots // max(1, x_XK.shape[0])
     y_SN = x_XK.new_empty(num_slots, blocks.shape[1])
@@ -90,6 +113,11 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_slots = order_S.shape[0]
     rank = 0 if lora_a_ERK is None else lora_a_ERK.shape[1]
+    if _runs_at_once(x_XK):
+        from pyggtrain.kernels.grouped_matmul import padded_rank
+
+        h = x_XK.new_empty(num_slots, padded_rank(rank), dtype=quant_matmul.product_dtype(x_XK, compute))
+        return x_XK.new_empty(num_slots, blocks.shape[1]), h
     return x_XK.new_empty(num_slots, blocks.shape[1]), x_XK.new_empty(num_slots, rank)
 
 
@@ -110,6 +138,12 @@ def _expert_linear_backward(
     dropout_mask_XK: torch.Tensor | None,
     needs_dx: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if _runs_at_once(x_XK):
+        stack = ExpertStack(blocks, type, base_scale_E)
+        pair = None if lora_a_ERK is None or lora_b_ENR is None else (lora_a_ERK, lora_b_ENR)
+        return expert_linear_gpu.backward(
+            dy_SN, x_XK, h_SR, order_S, bounds_E, stack, pair, scale, compute, dropout_mask_XK, needs_dx
+        )
     slots_per_row = order_S.shape[0] // max(1, x_XK.shape[0])
     dx_XK = x_XK.new_zeros(x_XK.shape if needs_dx else 0)
     d_lora_a_ERK = dy_SN.new_zeros(0) if lora_a_ERK is None else torch.zeros_like(lora_a_ERK)
@@ -237,7 +271,7 @@ def expert_linear(
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        IndexError: an id is no expert.
+        IndexError: an id is no expert. On a GPU that ends the process's use of it, as torch's own checks of indices do.
     """
     num_experts, num_out, num_in = weight.shape
     num_tokens, num_chosen = ids_TJ.shape
@@ -257,10 +291,7 @@ def expert_linear(
                 f"{weight.name}: lora_a is {tuple(lora_a_ERK.shape)} and lora_b {tuple(lora_b_ENR.shape)}: "
                 f"needed [{num_experts}, r, {num_in}] and [{num_experts}, {num_out}, r]"
             )
-    sorted_ids_S, order_S = torch.sort(ids_TJ.reshape(-1), stable=True)
-    bounds_E = torch.searchsorted(
-        sorted_ids_S, torch.arange(num_experts + 1, device=ids_TJ.device, dtype=sorted_ids_S.dtype)
-    )
+    order_S, bounds_E = _order(ids_TJ, num_experts, at_once=_runs_at_once(x_XK))
     mask_XK = None if dropout_mask_TJK is None else dropout_mask_TJK.reshape(x_XK.shape)
     y_SN: torch.Tensor
     y_SN, _ = _expert_linear(

@@ -1,0 +1,302 @@
+"""residual + Σ_j w[t, j] W_down a,  a = silu(W_gate y[t]) ∘ W_up y[t],  with the matrices of expert ids[t, j].
+
+Each product may have a bias, and the gated unit may be another one of `kernels/expert_swiglu.py`.
+
+The router's choice and weights come from outside, so any router can stand before it; the gradient of w goes back to it.
+Slots are sorted by expert once (`kernels/moe_routing.py`), and every product is one launch over all experts.
+
+Kept by forward: y, ids and w, the low-rank numbers of gate and up, and if so told gate and up. Backward, with dout the
+gradient of the result, s a slot and e its expert:
+
+    da    = W_downᵀ dout[t]                   without w: then dw[s] = a · da, and W_down a is never made again
+    w a, d_gate, d_up                         from gate, up and da, in place of gate, up and da
+    dy[t] = Σ_j W_gateᵀ d_gate + W_upᵀ d_up   gate and up in one float32 sum
+    down's pair from dout and w a, gate's and up's from d_gate, d_up and y
+
+Long rows are taken in parts of tokens, so that no buffer of S rows grows with them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyggtrain.ops import expert_product
+from pyggtrain.ops.expert_product import Decoded, ExpertStack
+from pyggtrain.ops.fused.kept import Kept
+from pyggtrain.ops.fused.linear_group import Pair, pairs_of
+
+# Slots in a part.
+MAX_SLOTS = 2**17
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertFeedForward:
+    """Frozen part.
+
+    Attributes:
+        gate, up: W [E, F, D]. down: W [E, D, F].
+        scales: alpha / r of the pairs of gate, up and down; any number where there is none.
+        alpha, offset, limit: of the gated unit, see `kernels.expert_swiglu.Glu`.
+    """
+
+    gate: ExpertStack
+    up: ExpertStack
+    down: ExpertStack
+    scales: tuple[float, float, float]
+    alpha: float = 1.0
+    offset: float = 0.0
+    limit: float | None = None
+
+    @property
+    def width(self) -> int:
+        """F."""
+        return self.gate.num_rows
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate.num_experts
+
+
+@dataclass(eq=False)
+class _Run:
+    """Constants of one call, and what is kept outside autograd's saved tensors."""
+
+    block: ExpertFeedForward
+    kept: Kept
+    gate_up: torch.Tensor | None = None
+
+    def gate_and_up(
+        self, y: torch.Tensor, routing: Any, pairs: Sequence[Pair], low_rank: torch.Tensor, decoded: Decoded | None
+    ) -> torch.Tensor:
+        """[S, 2 F] in the order of the places."""
+        block = self.block
+        gate_up = y.new_empty(routing.num_slots, 2 * block.width)
+        for index, stack in enumerate((block.gate, block.up)):
+            expert_product.forward(
+                y,
+                stack,
+                routing,
+                out=gate_up[:, index * block.width : (index + 1) * block.width],
+                slots_per_row=routing.num_chosen,
+                low_rank=_low_rank(low_rank, [pairs[index]], index, is_backward=False),
+                decoded=decoded,
+                part=index,
+            )
+        return gate_up
+
+
+def _low_rank(h: torch.Tensor, pairs: Sequence[Pair], first: int, *, is_backward: bool) -> Any:
+    """The low-rank term of a product: parts of h [parts, S, BR] from `first` on, with the factors of `pairs`."""
+    from pyggtrain.kernels.grouped_matmul import LowRank
+
+    if pairs[0] is None:
+        return None
+    return LowRank(h[first], tuple(pair[0 if is_backward else 1] for pair in pairs if pair is not None))
+
+
+class _ExpertFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: torch.Tensor,
+        ids: torch.Tensor,
+        probs: torch.Tensor,
+        residual: torch.Tensor | None,
+        run: _Run,
+        *lora: torch.Tensor | None,
+    ) -> torch.Tensor:
+        from pyggtrain.kernels import moe_routing
+        from pyggtrain.kernels.expert_swiglu import Glu, expert_swiglu_forward
+        from pyggtrain.kernels.grouped_lora import project
+
+        block, pairs = run.block, pairs_of(lora)
+        routing = moe_routing.sort_by_expert(ids, block.num_experts)
+        low_rank = _projected(y, pairs[:2], block.scales, routing)
+        gate_up = run.gate_and_up(y, routing, pairs, low_rank, _decoded_together(block, routing, y.dtype))
+        a = y.new_empty(routing.num_slots, block.width)
+        glu = Glu(block.alpha, block.offset, block.limit)
+        expert_swiglu_forward(gate_up[:, : block.width], gate_up[:, block.width :], glu=glu, out=a)
+        if run.kept.gate_up and any(ctx.needs_input_grad):
+            run.gate_up = gate_up
+        del gate_up
+        h = (
+            a.new_empty(1, 0)
+            if pairs[2] is None
+            else project(a, pairs[2][0], routing, is_lora_b=False, scale=block.scales[2])[None]
+        )
+        z = y.new_empty(routing.num_slots, y.shape[1])
+        expert_product.forward(
+            a,
+            block.down,
+            routing,
+            out=z,
+            to_slots=True,
+            low_rank=_low_rank(h, pairs[2:], 0, is_backward=False),
+        )
+        out = moe_routing.combine(z, routing.num_chosen, probs=probs, residual=residual)
+        ctx.run, ctx.lora, ctx.num_chosen, ctx.has_residual = run, lora, routing.num_chosen, residual is not None
+        ctx.save_for_backward(y, routing.slot, routing.bounds, ids, probs, low_rank)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        from pyggtrain.kernels import moe_routing
+        from pyggtrain.kernels.expert_swiglu import Glu, expert_swiglu_backward
+        from pyggtrain.kernels.grouped_lora import outer, project
+
+        run: _Run = ctx.run
+        block, pairs = run.block, pairs_of(ctx.lora)
+        y, slot, bounds, ids, probs, low_rank = ctx.saved_tensors
+        routing = moe_routing.Routing(slot, bounds, ctx.num_chosen)
+        num_chosen, width = routing.num_chosen, block.width
+        dout = dout.contiguous()
+        decoded = _decoded_together(block, routing, y.dtype)
+        if run.kept.gate_up:
+            if run.gate_up is None:
+                raise RuntimeError("experts that keep gate and up overwrite them: backward runs once")
+            gate_up, run.gate_up = run.gate_up, None
+        else:
+            gate_up = run.gate_and_up(y, routing, pairs, low_rank, decoded)
+
+        da = y.new_empty(routing.num_slots, width)
+        dh = None
+        if pairs[2] is not None:
+            dh = project(dout, pairs[2][1], routing, is_lora_b=True, scale=block.scales[2], slots_per_row=num_chosen)[
+                None
+            ]
+        expert_product.backward(
+            dout,
+            [block.down],
+            routing,
+            out=da,
+            slots_per_row=num_chosen,
+            low_rank=None if dh is None else _low_rank(dh, pairs[2:], 0, is_backward=True),
+        )
+        gate, up = gate_up[:, :width], gate_up[:, width:]
+        glu = Glu(block.alpha, block.offset, block.limit)
+        d_probs = expert_swiglu_backward(da, gate, up, routing, probs, glu=glu, d_gate=gate, d_up=up, weighted=da)
+        if block.down.bias is not None:
+            d_probs += (dout.float() @ block.down.bias.float().t()).gather(1, ids.long())
+        weighted = da
+        gradients: list[torch.Tensor | None] = []
+        if pairs[2] is not None and dh is not None:
+            lora_a, _ = pairs[2]
+            rank = lora_a.shape[1]
+            h = project(weighted, lora_a, routing, is_lora_b=False, scale=block.scales[2])
+            gradients = [
+                outer(dh[0], weighted, routing, rank=rank, is_lora_b=False),
+                outer(h, dout, routing, rank=rank, is_lora_b=True, slots_per_row=num_chosen),
+            ]
+        else:
+            gradients = [None, None]
+        del weighted, da, dh
+
+        d_low_rank = None
+        in_gradients: list[torch.Tensor | None] = [None] * 4
+        if pairs[0] is not None:
+            d_low_rank, in_gradients = _input_gradients(y, gate_up, pairs[:2], block.scales, routing, low_rank)
+        dy_S = y.new_empty(routing.num_slots, y.shape[1])
+        expert_product.backward(
+            gate_up,
+            [block.gate, block.up],
+            routing,
+            out=dy_S,
+            to_slots=True,
+            low_rank=None if d_low_rank is None else _low_rank(d_low_rank[None], pairs[:2], 0, is_backward=True),
+            decoded=decoded,
+        )
+        dy = moe_routing.combine(dy_S, num_chosen)
+        return dy, None, d_probs.to(probs.dtype), dout if ctx.has_residual else None, None, *in_gradients, *gradients
+
+
+def _projected(y: torch.Tensor, pairs: Sequence[Pair], scales: Sequence[float], routing: Any) -> torch.Tensor:
+    """s A y of gate and of up, [2, S, BR]; empty without pairs."""
+    from pyggtrain.kernels.grouped_lora import project
+    from pyggtrain.kernels.grouped_matmul import padded_rank
+
+    if pairs[0] is None:
+        return y.new_empty(2, 0)
+    h = y.new_empty(2, routing.num_slots, padded_rank(pairs[0][0].shape[1]))
+    for pair, scale, out in zip(pairs, scales, h, strict=False):
+        assert pair is not None
+        project(y, pair[0], routing, is_lora_b=False, scale=scale, slots_per_row=routing.num_chosen, out=out)
+    return h
+
+
+def _input_gradients(
+    y: torch.Tensor,
+    d_gate_up: torch.Tensor,
+    pairs: Sequence[Pair],
+    scales: Sequence[float],
+    routing: Any,
+    low_rank: torch.Tensor,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """s Bᵀ d of gate and up side by side, [S, 2 BR], and the gradients of both pairs."""
+    from pyggtrain.kernels.grouped_lora import outer, project
+
+    padded = low_rank.shape[2]
+    dh = y.new_empty(routing.num_slots, 2 * padded)
+    gradients: list[torch.Tensor | None] = []
+    for index, (pair, scale) in enumerate(zip(pairs, scales, strict=False)):
+        assert pair is not None
+        lora_b = pair[1]
+        num_out, rank = lora_b.shape[1:]
+        d = d_gate_up[:, index * num_out : (index + 1) * num_out]
+        part = dh[:, index * padded : (index + 1) * padded]
+        project(d, lora_b, routing, is_lora_b=True, scale=scale, out=part)
+        gradients += [
+            outer(part, y, routing, rank=rank, is_lora_b=False, slots_per_row=routing.num_chosen),
+            outer(low_rank[index], d, routing, rank=rank, is_lora_b=True),
+        ]
+    return dh, gradients
+
+
+def _decoded_together(block: ExpertFeedForward, routing: Any, dtype: torch.dtype) -> Decoded | None:
+    """Gate and up for products with both; None where they are multiplied packed."""
+    stacks = [block.gate, block.up]
+    return None if expert_product.is_packed(stacks, routing) else Decoded(stacks, dtype)
+
+
+def expert_feed_forward(
+    y_TD: torch.Tensor,
+    ids_TJ: torch.Tensor,
+    probs_TJ: torch.Tensor,
+    block: ExpertFeedForward,
+    pairs: Sequence[Pair],
+    *,
+    kept: Kept,
+    residual_TD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """residual + Σ_j w[t, j] W_down (silu(W_gate y) ∘ W_up y) with the matrices of expert ids[t, j].
+
+    Args:
+        y_TD: [T, D], contiguous, on a GPU.
+        ids_TJ: int32 or int64, each an expert: not checked, as the host does not know them.
+        probs_TJ: w, float32 as a router makes them.
+        block: the frozen part.
+        pairs: of gate, up and down; those of gate and up both or neither, with one rank.
+        kept: what backward need not compute again; `gate_up` is heeded.
+        residual_TD: None: 0.
+
+    Returns:
+        [T, D] in y's dtype.
+    """
+    gate_pair, up_pair = pairs[0], pairs[1]
+    if (gate_pair is None) != (up_pair is None) or (
+        gate_pair is not None and up_pair is not None and gate_pair[0].shape != up_pair[0].shape
+    ):
+        raise ValueError("pairs of gate and up differ in rank, or one is missing; needed: both of one rank, or none.")
+    lora = [item for pair in pairs for item in (pair or (None, None))]
+    num_tokens, num_chosen = ids_TJ.shape
+    num_parts = max(1, -(-num_tokens * num_chosen // MAX_SLOTS))
+    length = max(1, -(-num_tokens // num_parts))
+    rows = torch.split(y_TD, length)
+    residuals = [None] * len(rows) if residual_TD is None else torch.split(residual_TD, length)
+    choices = (torch.split(part.contiguous(), length) for part in (ids_TJ, probs_TJ))
+    outputs: list[torch.Tensor] = [
+        _ExpertFunction.apply(*part, _Run(block, kept), *lora)  # type: ignore[no-untyped-call]
+        for part in zip(rows, *choices, residuals, strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
