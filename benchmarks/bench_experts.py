@@ -87,7 +87,7 @@ def measure(shape: Shape, rows: int, bandwidth: float) -> dict[str, object]:
     }
     times = {name: time_ms(call, repeats=10)["ms"] for name, call in calls.items()}
     for name, few_rows in (("packed", 1 << 30), ("decoded", 0)):
-        expert_product.FEW_ROWS = few_rows
+        expert_product.FEW_ROWS, expert_product.PACKED_TYPES = few_rows, frozenset({shape.type})
         times[f"{name}_forward"] = time_ms(
             lambda i: expert_product.forward(x, stack, routing, out=y, low_rank=forward, **order), repeats=10
         )["ms"]

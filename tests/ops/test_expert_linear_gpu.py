@@ -56,6 +56,7 @@ def reference(given, slots_per_row, has_pair, scale):
 @pytest.mark.parametrize(("has_pair", "has_options"), [(True, False), (True, True), (False, False)])
 def test_values_and_gradients_are_those_of_float64(device, monkeypatch, few_rows, slots_per_row, has_pair, has_options):
     monkeypatch.setattr(expert_product, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(expert_product, "PACKED_TYPES", frozenset({"Q4_K", "Q8_0", "Q4_0"}))
     given = make(device, slots_per_row, has_options)
     routing = sort_by_expert(given["ids"], E)
     stack = ExpertStack(given["blocks"], "Q4_K", given["factor"])

@@ -114,6 +114,7 @@ def test_values_and_gradients_are_those_of_float64(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, few_rows: int, pairs: str
 ) -> None:
     monkeypatch.setattr(expert_product, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(expert_product, "PACKED_TYPES", frozenset({"Q4_K", "Q8_0", "Q4_0"}))
     compare(device, pairs=pairs)
 
 
@@ -166,6 +167,7 @@ def test_ranks_of_gate_and_up_must_agree(device: torch.device) -> None:
 def test_bfloat16_and_a_graph_of_it(monkeypatch: pytest.MonkeyPatch, few_rows: int) -> None:
     """Near float64, and a CUDA graph replays it to the bit: nothing waits for the host, no sum depends on chance."""
     monkeypatch.setattr(expert_product, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(expert_product, "PACKED_TYPES", frozenset({"Q4_K", "Q8_0", "Q4_0"}))
     device = torch.device("cuda")
     compare(device, dtype=torch.bfloat16, bound=2e-2)
     torch.use_deterministic_algorithms(False)
