@@ -165,6 +165,10 @@ class FusedLayer:
     feed_forward: FeedForwardHalf
 
     @property
+    def linears(self) -> tuple[QuantLinear, ...]:
+        return (*self.attention.linears, *self.feed_forward.linears)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Layers with equal ones take equal memory but for their pairs."""
         one, two = self.attention, self.feed_forward
