@@ -2,14 +2,18 @@
 file, without the file.
 """
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from model_shapes import ModelShape
 from pyggtrain.kernels.reference.cases import random_blocks
 
-from pyggtrain.gguf import QuantTensor
+from pyggtrain.gguf import DeferredTensor, GGUFFile, QuantTensor, writer
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ LLAMA_3_1_8B = LlamaShape("Llama-3.1-8B Q4_K_M", 32, 4096, 14336, 32, 8, 128, 12
 LLAMA_3_3_70B = LlamaShape("Llama-3.3-70B IQ2_M", 80, 8192, 28672, 64, 8, 128, 128256, "IQ2_M")
 
 # Random scales of blocks that give weights of about the size of trained ones.
-_MAGNITUDE = {"Q6_K": 1.5e-5, "IQ2_S": 1.5e-3, "IQ3_S": 1e-3}
+_MAGNITUDE = {"Q6_K": 1.5e-5, "IQ2_S": 1.5e-3, "IQ3_S": 1e-3, "Q5_0": 2e-3, "Q8_0": 3e-4}
 
 
 class SyntheticFile:
@@ -115,3 +119,47 @@ class SyntheticFile:
     def _add_norm(self, name: str, width: int) -> None:
         values = torch.rand(width, device=self._device, generator=self._generator) + 0.5
         self.tensors[name] = QuantTensor(name, "F32", (width,), values.view(torch.uint8))
+
+
+class HeaderFile(GGUFFile):
+    """An opened GGUF file whose header is on disk, for llama.cpp to build its graph from, and whose weights are holes:
+    those that a model gets are on the GPU.
+
+    Args:
+        path: where it is written.
+        metadata: of the header.
+        placed: the tensors on the GPU.
+    """
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any], placed: Mapping[str, QuantTensor]) -> None:
+        def produce() -> torch.Tensor:
+            raise AssertionError("never written")
+
+        tensors = [DeferredTensor(tensor.name, tensor.type, tensor.shape, produce) for tensor in placed.values()]
+        path.write_bytes(writer._header(metadata, tensors, 32))
+        num_bytes = sum(writer._padded(writer._num_bytes(tensor), 32) for tensor in tensors)
+        os.truncate(path, path.stat().st_size + num_bytes)
+        super().__init__(path)
+        self.placed = placed
+
+    def place(self, name: str, device: torch.device | str) -> QuantTensor:
+        return self.placed[name]
+
+
+def random_tensors(shape: ModelShape, device: torch.device, *, seed: int = 0) -> dict[str, QuantTensor]:
+    """All tensors of a model on the GPU, of about the size of trained ones."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return {name: _random_tensor(name, *layout, generator) for name, layout in shape.tensors.items()}
+
+
+def _random_tensor(name: str, type: str, shape: tuple[int, ...], generator: torch.Generator) -> QuantTensor:
+    if type != "F32":
+        magnitude = _MAGNITUDE.get(type, 6e-5)
+        blocks = random_blocks(type, prod(shape[:-1]), shape[-1], generator=generator, magnitude=magnitude)
+        return QuantTensor(name, type, shape, blocks.view(*shape[:-1], -1))
+    values = torch.rand(shape, generator=generator, device=generator.device) + 0.5
+    if name.endswith("ssm_a"):
+        values = -values
+    elif "norm" not in name and not name.endswith("ssm_d"):
+        values = (values - 1) * (3 / shape[-1]) ** 0.5
+    return QuantTensor(name, type, shape, values.view(torch.uint8))

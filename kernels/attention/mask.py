@@ -16,12 +16,16 @@ class AttentionMask:
     """The last token that sees key s."""
 
     @staticmethod
-    def from_documents(cu_seqlens: torch.Tensor, num_tokens: int, *, window: int | None = None) -> "AttentionMask":
-        """Causal inside each document, none across; with `window`, a token sees itself and the window - 1 before it.
+    def from_documents(
+        cu_seqlens: torch.Tensor, num_tokens: int, *, window: int | None = None, chunk: int | None = None
+    ) -> "AttentionMask":
+        """Causal inside each document, none across.
 
         Args:
             cu_seqlens: int32 or int64 [B + 1], first token of each document and the end, on the device of the tokens.
             num_tokens: T, the last element of cu_seqlens.
+            window: a token sees itself and the window - 1 before it.
+            chunk: documents fall into chunks of so many tokens, none sees across.
         """
         token = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         document = torch.searchsorted(cu_seqlens, token, right=True) - 1
@@ -29,6 +33,11 @@ class AttentionMask:
         if window is not None:
             first_key = torch.maximum(first_key, token - (window - 1))
             last_query = torch.minimum(last_query, token + (window - 1))
+        if chunk is not None:
+            start = cu_seqlens[document]
+            first_of_chunk = start + (token - start) // chunk * chunk
+            first_key = torch.maximum(first_key, first_of_chunk)
+            last_query = torch.minimum(last_query, first_of_chunk + (chunk - 1))
         return AttentionMask(first_key.int(), last_query.int())
 
 

@@ -42,7 +42,7 @@ def markdown_table() -> list[str]:
     graph = [f"`{item.name}`" for item in items if item.way == "graph"]
     missing = [f"`{item.name}`" for item in items if item.way == "not yet"]
     lines.append(
-        f"| {len(graph)} more | from llama.cpp's own graph: {', '.join(graph)} | all of these | CPU |",
+        f"| {len(graph)} more | from llama.cpp's own graph: {', '.join(graph)} | all of these | CPU, CUDA |",
     )
     lines.append(f"| not yet | {', '.join(missing)} (docs/architectures.md says why) | | |")
     return lines

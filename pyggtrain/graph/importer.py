@@ -5,6 +5,7 @@ Three operations meet weights in blocks and never see them as numbers: products 
 Everything else takes its lowering.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,15 +13,19 @@ from torch.nn import functional
 
 from pyggtrain import ops
 from pyggtrain.errors import UnsupportedError
-from pyggtrain.graph.frame import Frame
-from pyggtrain.graph.inputs import Leaf, input_of
+from pyggtrain.graph.frame import Frame, in_full
+from pyggtrain.graph.halves import Half
+from pyggtrain.graph.inputs import MASKS, Leaf, input_of
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering import Kernel, lower
 from pyggtrain.graph.lowering.scan import RECURRENT
-from pyggtrain.graph.program import Region, Step, dead_after, product_kernel, regions
-from pyggtrain.graph.rewrite import Reach
+from pyggtrain.graph.program import Part, Region, Step, dead_after, product_kernel, regions
+from pyggtrain.graph.rewrite import Reach, choosing_products
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
 from pyggtrain.nn import ExpertLinear, QuantLinear
+
+# Operations that ask a GPU for numbers: how many tokens each expert has.
+ASKING = frozenset({"MUL_MAT_ID", "MUL_MAT_ID_SCALED"})
 
 _STATE_TYPES = {
     "f32": torch.float32,
@@ -37,8 +42,11 @@ def import_steps(graph: Graph, reach: Reach, weights: Weights, *, compute: str) 
     Raises:
         UnsupportedError: an operation or an input is not implemented.
     """
+    choosing = choosing_products(graph)
     steps = [
-        _step(graph, index, node, reach, weights, compute) for index, node in enumerate(graph.nodes) if not node.is_leaf
+        _step(graph, index, node, reach, weights, compute, choosing)
+        for index, node in enumerate(graph.nodes)
+        if not node.is_leaf
     ]
     read = {source for step in steps for source in step.sources if source is not None}
     leaves = {index: _leaf(graph, graph.nodes[index], weights) for index in sorted(read) if graph.nodes[index].is_leaf}
@@ -58,6 +66,7 @@ class Program:
         num_logits: of a token.
         selects_rows: it asks which rows are wanted; a few give all of them.
         is_recurrent: it carries a state from token to token.
+        is_capturable: what it launches on a GPU depends on shapes alone, and nothing comes from the host meanwhile.
     """
 
     regions: list[Region]
@@ -68,6 +77,7 @@ class Program:
     num_logits: int
     selects_rows: bool
     is_recurrent: bool
+    is_capturable: bool
 
     @property
     def layers(self) -> list[Region]:
@@ -79,26 +89,32 @@ class Program:
         return len(self.tail.steps) == len(self.head) == 1
 
 
-def make_program(graph: Graph, steps: list[Step], leaves: dict[int, Leaf]) -> Program:
-    """Cut the steps of a graph into layers and head.
+def make_program(graph: Graph, steps: list[Step], leaves: dict[int, Leaf], halves: Sequence[Half] = ()) -> Program:
+    """Cut the steps of a graph into layers and head; halves of layers are to run fused.
 
     Raises:
         UnsupportedError: see `split_at_head`.
     """
     body, tail, hidden = split_at_head(graph, steps, leaves)
-    parts, is_layer = regions(body, leaves, hidden)
+    parts, is_layer = regions(body, leaves, hidden, halves)
     num_logits = graph.nodes[graph.logits].shape[-1]
     assert isinstance(num_logits, int), "the size of the vocabulary depends on the number of tokens"
     return Program(
         regions=parts,
         is_layer=is_layer,
-        dead=dead_after(parts, hidden),
-        tail=Region(tail, leaves, [hidden], [graph.logits]),
+        dead=dead_after(parts, [hidden]),
+        tail=Region([Part(tail, leaves, [hidden], [graph.logits])], [hidden], [graph.logits]),
         head=tail[0].weights,
         num_logits=num_logits,
         selects_rows=any(node.role == "input" and node.name == "out_ids" for node in graph.nodes),
         # A cache holds each token in a cell of its own, and masks keep documents apart in it as they do without one.
         is_recurrent=any(node.op in RECURRENT or node.name == "s_copy" for node in graph.nodes),
+        is_capturable=not graph.uses_alibi
+        and not any(
+            # Recurrences are launched document by document; "<op>.<kind>" is one of `op`.
+            node.op.partition(".")[0] in RECURRENT | ASKING or node.name in MASKS or node.value
+            for node in graph.nodes
+        ),
     )
 
 
@@ -138,21 +154,26 @@ def split_at_head(graph: Graph, steps: list[Step], leaves: dict[int, Leaf]) -> t
     return body, tail, hidden
 
 
-def _step(graph: Graph, index: int, node: Node, reach: Reach, weights: Weights, compute: str) -> Step:
+def _step(
+    graph: Graph, index: int, node: Node, reach: Reach, weights: Weights, compute: str, choosing: frozenset[int]
+) -> Step:
     operands = [None if source is None else graph.nodes[source] for source in node.sources]
     first = operands[0] if operands else None
     names = tuple(operand.name for operand in operands if operand is not None and operand.role == "weight")
     if first is not None and first.role == "weight":
         if node.op == "MUL_MAT" and first.shape[:2] == (1, 1):
             bias = operands[2].name if len(operands) > 2 and operands[2] is not None else None
+            is_exact = index in choosing
             if first.name in reach.trainable:
-                linear = weights.take_linear(first.name, bias)
-                return Step(index, node.sources[1:2], product_kernel(linear), names, node.name, linear=linear)
+                linear = weights.take_linear(first.name, bias, compute="exact" if is_exact else compute)
+                kernel = product_kernel(linear, is_exact=is_exact)
+                return Step(index, node.sources[1:2], kernel, names, node.name, linear=linear)
             frozen = weights.take_frozen(first.name)
             bias_N = None if bias is None else weights.take_frozen(bias)
-            return Step(index, node.sources[1:2], _frozen_product(frozen, bias_N, compute), names, node.name)
+            kernel = _frozen_product(frozen, bias_N, "exact" if is_exact else compute, is_exact=is_exact)
+            return Step(index, node.sources[1:2], kernel, names, node.name)
         if node.op == "MUL_MAT_SCALED" and first.name in reach.trainable:
-            linear = weights.take_linear(first.name, None)
+            linear = weights.take_linear(first.name, None, compute=compute)
             return Step(index, node.sources[1:], _scaled_product(linear), names, node.name)
         if node.op in ("MUL_MAT_ID", "MUL_MAT_ID_SCALED"):
             is_trainable = first.name in reach.trainable
@@ -175,8 +196,9 @@ def _leaf(graph: Graph, node: Node, weights: Weights) -> Leaf:
     return input_of(graph, node)
 
 
-def _frozen_product(weight: FrozenTensor, bias: FrozenTensor | None, compute: str) -> Kernel:
+def _frozen_product(weight: FrozenTensor, bias: FrozenTensor | None, compute: str, *, is_exact: bool) -> Kernel:
     def kernel(frame: Frame, x: torch.Tensor) -> torch.Tensor:
+        x = in_full(x) if is_exact else frame.rounded(x)
         bias_N = None if bias is None else bias.values().flatten()
         y_TN = ops.quant_linear(x.flatten(0, 2), as_matrix(weight.quant), bias_N=bias_N, compute=compute)
         return y_TN.reshape(*x.shape[:3], -1)
@@ -188,12 +210,13 @@ def _scaled_product(linear: QuantLinear) -> Kernel:
     """s x Wᵀ + scale (x Aᵀ) Bᵀ: the file's own scale s does not touch the pair."""
 
     def kernel(frame: Frame, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        x_TK = x.flatten(0, 2)
-        y_TN = ops.quant_linear(x_TK, linear.quant, compute=linear.compute) * scale.flatten()
+        x_TK = frame.rounded(x).flatten(0, 2)
+        y_TN = ops.quant_linear(x_TK, linear.quant, compute=linear.compute) * scale.flatten().to(x_TK.dtype)
         if linear.lora is not None:
             mask_TK, factor = linear.lora.draw_dropout(x_TK)
-            hidden_TR = functional.linear(x_TK if mask_TK is None else x_TK * mask_TK, linear.lora.lora_a)
-            y_TN = y_TN + factor * functional.linear(hidden_TR, linear.lora.lora_b)
+            lora_a, lora_b = linear.lora.lora_a.to(x_TK.dtype), linear.lora.lora_b.to(x_TK.dtype)
+            hidden_TR = functional.linear(x_TK if mask_TK is None else x_TK * mask_TK, lora_a)
+            y_TN = y_TN + factor * functional.linear(hidden_TR, lora_b)
         return y_TN.reshape(*x.shape[:3], -1)
 
     return kernel
@@ -203,7 +226,8 @@ def _experts(weight: ExpertLinear | FrozenTensor, compute: str) -> Kernel:
     """x [1, T, J or 1, K] through the experts ids [1, 1, T, J], whose own factors may be given: [1, T, J, N]."""
 
     def kernel(frame: Frame, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
-        base_scale_E = None if factors is None else factors.flatten()
+        x = frame.rounded(x)
+        base_scale_E = None if factors is None else factors.flatten().to(x.dtype)
         if isinstance(weight, ExpertLinear):
             y_TJN = weight(x.squeeze(0), ids[0, 0], base_scale_E)
         else:
@@ -217,7 +241,7 @@ def _embedding(weight: FrozenTensor) -> Kernel:
     is_of_tokens = weight.gguf_name == "token_embd.weight"
 
     def kernel(frame: Frame, ids: torch.Tensor) -> torch.Tensor:
-        rows = ops.embedding(ids.flatten().long(), as_matrix(weight.quant))
+        rows = ops.embedding(ids.flatten().long(), as_matrix(weight.quant), dtype=frame.dtype)
         if is_of_tokens and frame.with_noise is not None:
             rows = frame.with_noise(rows, frame.batch)
         return rows.reshape(*ids.shape[1:], -1)

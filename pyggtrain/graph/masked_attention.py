@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pyggtrain import ops
+from pyggtrain.graph.frame import in_full
 from pyggtrain.ops import Documents
+from pyggtrain.ops.attention import MAX_HEAD, Variant
 
 # Queries in one block: small against the keys of a long document, large against the cost of a call.
 BLOCK = 256
@@ -33,6 +36,15 @@ class Mask:
 
     window_type: str = "none"
     window: int = 0
+
+    def variant(self, softcap: float, sinks_H: torch.Tensor | None) -> Variant:
+        """The same for `ops.attention` on a GPU."""
+        return Variant(
+            window=self.window if self.window_type == "standard" else None,
+            chunk=self.window if self.window_type == "chunked" else None,
+            softcap=softcap,
+            sinks_H=sinks_H,
+        )
 
     def first_visible(self, position: int) -> int:
         """The earliest position that a token at `position` sees."""
@@ -79,10 +91,12 @@ def masked_attention(
         [T, H, V].
     """
     bounds = documents.bounds
-    longest = max(end - start for start, end in pairwise(bounds))
-    sees_all = mask.window_type == "none" or longest <= mask.window
-    if sees_all and not softcap and slopes_H is None and sinks_H is None:
-        return ops.attention(q_THK, k_TNK, v_TNV, documents, softmax_scale=softmax_scale)
+    if not q_THK.is_cuda and mask.window_type != "none" and documents.longest <= mask.window:
+        mask = Mask()
+    variant = mask.variant(softcap, sinks_H)
+    is_wide = max(q_THK.shape[2], v_TNV.shape[2]) > MAX_HEAD
+    if slopes_H is None and (not is_wide if q_THK.is_cuda else variant.is_plain):
+        return _of_one_width(q_THK, k_TNK, v_TNV, documents, softmax_scale, variant)
     parts = []
     for start, end in pairwise(bounds):
         for first in range(start, end, BLOCK):
@@ -106,6 +120,24 @@ def masked_attention(
     return torch.cat(parts)
 
 
+def _of_one_width(
+    q_THK: torch.Tensor,
+    k_TNK: torch.Tensor,
+    v_TNV: torch.Tensor,
+    documents: Documents,
+    softmax_scale: float,
+    variant: Variant,
+) -> torch.Tensor:
+    """Attention by kernels whose keys and values are of one width: the narrower gets zeros behind it."""
+    key_width, value_width = q_THK.shape[2], v_TNV.shape[2]
+    if key_width < value_width:
+        q_THK, k_TNK = (functional.pad(x, (0, value_width - key_width)) for x in (q_THK, k_TNK))
+    elif value_width < key_width:
+        v_TNV = functional.pad(v_TNV, (0, key_width - value_width))
+    o_THK = ops.attention(q_THK, k_TNK, v_TNV, documents, softmax_scale=softmax_scale, variant=variant)
+    return o_THK[..., :value_width]
+
+
 def _block(
     q_QHK: torch.Tensor,
     k_SNK: torch.Tensor,
@@ -122,7 +154,7 @@ def _block(
     num_queries = q_QHK.shape[0]
     num_kv_heads = k_SNK.shape[1]
     q = _grouped(q_QHK, num_kv_heads)
-    scores = (q @ k_SNK.permute(1, 2, 0).unsqueeze(1)).flatten(0, 1) * softmax_scale
+    scores = in_full(q @ k_SNK.permute(1, 2, 0).unsqueeze(1)).flatten(0, 1) * softmax_scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     queries = torch.arange(first_query, first_query + num_queries, device=scores.device).unsqueeze(1)
@@ -143,7 +175,7 @@ def _weighted_values(scores_HQS: torch.Tensor, v_SNV: torch.Tensor, sinks_H: tor
         weights = torch.cat([scores_HQS, sinks], -1).softmax(-1)[..., :-1]
     else:
         weights = scores_HQS.softmax(-1)
-    grouped = weights.reshape(v_SNV.shape[1], -1, *weights.shape[1:])
+    grouped = weights.to(v_SNV.dtype).reshape(v_SNV.shape[1], -1, *weights.shape[1:])
     return torch.matmul(grouped, v_SNV.transpose(0, 1).unsqueeze(1)).flatten(0, 1).transpose(0, 1)
 
 
@@ -168,7 +200,7 @@ def dense_attention(
     ALiBi).
     """
     q = _grouped(q_THK, k_SNK.shape[1])
-    scores = (q @ k_SNK.permute(1, 2, 0).unsqueeze(1)).flatten(0, 1) * softmax_scale
+    scores = in_full(q @ k_SNK.permute(1, 2, 0).unsqueeze(1)).flatten(0, 1) * softmax_scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     bias = mask_TS.to(scores.dtype)

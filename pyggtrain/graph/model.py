@@ -6,8 +6,7 @@ difference to a hand-written model. Which of them can be trained is what llama.c
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -20,13 +19,26 @@ from pyggtrain.errors import UnsupportedError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.graph.cache import cached_capture
 from pyggtrain.graph.capture import DOCUMENT_UNIT
-from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.frame import Frame, in_full
+from pyggtrain.graph.halves import find_halves, fused_layer
 from pyggtrain.graph.importer import Program, import_steps, make_program
 from pyggtrain.graph.ir import Graph, fit, fit_document
 from pyggtrain.graph.program import Step
 from pyggtrain.graph.rewrite import Reach, name_rows_of_tokens, rewritten
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
-from pyggtrain.nn import Batch, ExpertLinear, Model, QuantLinear, run_layer
+from pyggtrain.nn import (
+    Batch,
+    ExpertLinear,
+    FusedLayer,
+    HostStash,
+    Model,
+    QuantLinear,
+    RopeTableCache,
+    activation_dtype,
+    can_run_fused,
+    kept_by,
+)
+from pyggtrain.ops.fused import Kept
 from pyggtrain.ops.linear_cross_entropy import IGNORED, default_chunk
 
 logger = logging.getLogger(__name__)
@@ -58,6 +70,7 @@ class ImportedModel(Model):
     Args:
         file: opened GGUF file.
         device: where to compute.
+        dtype: of activations, see `Frame.dtype`; None: `nn.activation_dtype(device)`, float32 if compute is "exact".
         compute: how products with quantised weights are computed, see `ops.quant_linear`.
         num_ctx: context that llama.cpp will serve with; longrope files choose their factors by it. None: the file's
             `context_length`.
@@ -67,6 +80,7 @@ class ImportedModel(Model):
         takes_one_document: documents of a batch run one after another: a state would carry from one to the next, or
             blocks of tokens are counted from the first token on.
         unit: documents are filled up to a multiple of so many tokens; None: they are not.
+        num_logits: of a token.
         question: what else than the file decides what is computed.
 
     Raises:
@@ -75,10 +89,20 @@ class ImportedModel(Model):
     """
 
     def __init__(
-        self, file: GGUFFile, *, device: str = "cpu", compute: str = "auto", num_ctx: int | None = None
+        self,
+        file: GGUFFile,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        compute: str = "auto",
+        num_ctx: int | None = None,
     ) -> None:
         super().__init__(file.architecture)
-        self.question = f"{device} {compute} {num_ctx}"
+        self.dtype = dtype or (torch.float32 if compute == "exact" else activation_dtype(device))
+        self.question = f"{device} {self.dtype} {compute} {num_ctx}"
+        self._rope_caches: dict[object, RopeTableCache] = {}
+        self._stash: HostStash | None = None
+        self._finds_halves = can_run_fused(self.dtype, torch.device(device))
         self._file = file
         self.num_ctx = num_ctx
         self._compute = compute
@@ -94,7 +118,7 @@ class ImportedModel(Model):
             logger.info("%s Taking the graph of single documents instead.", error)
             self.unit = DOCUMENT_UNIT
             first, reach = self._add_program(DOCUMENT_UNIT)
-        self._num_logits = first.num_logits
+        self.num_logits = first.num_logits
         # Only where nothing follows the product, not even a bias, does the loss need no logits.
         head = first.head
         self._head_loss = _head_loss(self._weights.modules[head[0]], compute) if first.has_plain_head else None
@@ -125,7 +149,9 @@ class ImportedModel(Model):
                 "and training needs a decoder."
             )
         steps, leaves = import_steps(graph, reach, self._weights, compute=self._compute)
-        program = make_program(graph, steps, leaves)
+        # A CPU gains nothing from halves, and its checkpoints are layers.
+        halves = find_halves(graph, self._weights) if self._finds_halves else []
+        program = make_program(graph, steps, leaves, halves)
         self._programs[num_tokens] = program
         return program, reach
 
@@ -139,33 +165,101 @@ class ImportedModel(Model):
             self._add_program(num_tokens)
         return self._programs[num_tokens], filled_up(batch, num_missing)
 
+    def _frame(self, batch: Batch, rows: torch.Tensor, *, takes_all: bool = False) -> Frame:
+        return Frame(
+            batch,
+            rows,
+            takes_all=takes_all,
+            dtype=self.dtype,
+            rope_caches=self._rope_caches,
+            with_noise=self.with_noise,
+        )
+
+    @property
+    def _program(self) -> Program:
+        """That of any batch, or of the shortest document."""
+        return self._programs[self.unit]
+
     @property
     def layers(self) -> list[nn.Module]:
-        return list(self._programs[self.unit].layers)
+        return list(self._program.layers)
+
+    @property
+    def fused_layers(self) -> list[FusedLayer]:
+        layers = [fused_layer(region.halves) for region in self._program.layers]
+        return [layer for layer in layers if layer is not None]
+
+    @property
+    def is_fused(self) -> bool:
+        """Layers that are alike, each an attention half and a feed-forward half, and no document by itself."""
+        layers = self.fused_layers
+        return (
+            0 < len(layers) == len(self._program.layers)
+            and not self.takes_one_document
+            and all(layer.can_fuse(self.dtype, torch.device(self._weights.device)) for layer in layers)
+            and len({layer.sizes for layer in layers}) == 1
+        )
+
+    @property
+    def can_capture(self) -> bool:
+        return self.is_fused or (
+            self._finds_halves and self._program.is_capturable and not self.takes_one_document and not self._is_random
+        )
+
+    @property
+    def _is_random(self) -> bool:
+        """Whether layers draw random numbers."""
+        return any(linear.lora is not None and linear.lora.has_dropout for linear in self.linears.values())
+
+    def _kept(self) -> list[Kept | None]:
+        """What the halves of each layer keep; None: nothing runs fused."""
+        num_layers = len(self._program.layers)
+        if not self._finds_halves:
+            return [None] * num_layers
+        return list(self.kept or kept_by(self.checkpoint_policy, num_layers))
 
     def hidden(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
         """The head's input, float32 [O, D], of the tokens `rows` (int64 [O]) of a batch that the graph takes as a
         whole.
         """
         program, batch = self._prepared(batch)
-        frame = Frame(batch, rows, with_noise=self.with_noise)
+        # Rows with a target come in their order, see `Batch.supervised`.
+        frame = self._frame(batch, rows, takes_all=rows.shape[0] == batch.num_targets == batch.num_tokens)
         known: dict[int, torch.Tensor] = {}
+        kept_by_layer = self._kept()
+        stash = self._begin_stash(kept_by_layer)
+        # Nothing but fused halves can wait on the host.
+        policy = "layers" if self.checkpoint_policy == "offload" else self.checkpoint_policy
+        is_random = self._is_random
+        remaining = iter(kept_by_layer)
         for region, is_layer, dead in zip(program.regions, program.is_layer, program.dead, strict=True):
             values = [known[index] for index in region.inputs]
-            policy = self.checkpoint_policy if is_layer else "none"
-            outputs = run_layer(partial(region, frame=frame), *values, policy=policy)
+            if is_layer:
+                kept = next(remaining)
+                place = stash if kept is not None and kept.on_host else None
+                outputs = region(*values, frame=frame, policy=policy, is_random=is_random, kept=kept, stash=place)
+            else:
+                outputs = region(*values, frame=frame)
             known |= zip(region.outputs, (outputs,) if len(region.outputs) == 1 else outputs, strict=True)
             for index in dead:
                 del known[index]
         (x_OD,) = known.values()
         return x_OD if program.selects_rows else x_OD[rows]
 
+    def _begin_stash(self, kept: Sequence[Kept | None]) -> HostStash | None:
+        """Where a pass with gradients keeps what is to wait on the host, if anything is."""
+        if not torch.is_grad_enabled() or not any(one is not None and one.on_host for one in kept):
+            return None
+        self._stash = self._stash or HostStash(torch.device(self._weights.device))
+        self._stash.begin()
+        return self._stash
+
     def run_steps(self, batch: Batch) -> Iterator[tuple[Step, torch.Tensor]]:
         """Each step of the graph with its value for all tokens of a batch, without anything being freed: to look
         inside.
         """
         program, batch = self._prepared(batch)
-        frame = Frame(batch, torch.arange(batch.num_tokens, device=batch.tokens_T.device))
+        frame = self._frame(batch, torch.arange(batch.num_tokens, device=batch.tokens_T.device))
         known: dict[int, torch.Tensor] = {}
         for region in (*program.regions, program.tail):
             yield from region.run(frame, known)
@@ -173,7 +267,7 @@ class ImportedModel(Model):
     def loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
         """Summed cross entropy in nats over the batch's targets (scalar float32 with gradient), and their number."""
         losses = [self._loss(part) for part in self._parts(batch)]
-        return torch.stack([loss for loss, _ in losses]).sum(), sum(num_targets for _, num_targets in losses)
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), batch.num_targets
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """float32 [T, V], one row per token of the batch."""
@@ -201,12 +295,12 @@ class ImportedModel(Model):
                 cu_seqlens=batch.cu_seqlens.new_tensor([0, end - start]),
             )
 
-    def _loss(self, batch: Batch) -> tuple[torch.Tensor, int]:
+    def _loss(self, batch: Batch) -> torch.Tensor:
         rows = _rows_with_target(batch)
         x_OD = self.hidden(batch, rows)
         targets_O = batch.targets_T[rows]
         if self._head_loss is not None:
-            return self._head_loss(x_OD, targets_O, self.loss_chunk)
+            return self._head_loss(x_OD, targets_O, self.loss_chunk)[0]
         return self._chunked_loss(batch, rows, x_OD, targets_O)
 
     def _log_probs(self, batch: Batch) -> torch.Tensor:
@@ -215,33 +309,32 @@ class ImportedModel(Model):
             lambda chosen, x: self._logits_of(batch, rows[chosen], x),
             self.hidden(batch, rows),
             batch.targets_T[rows],
-            self._num_logits,
+            self.num_logits,
             chunk=self.loss_chunk,
         )
         return found_O.new_zeros(batch.num_tokens).index_copy(0, rows, found_O)
 
     def _chunked_loss(
         self, batch: Batch, rows: torch.Tensor, x_OD: torch.Tensor, targets_O: torch.Tensor
-    ) -> tuple[torch.Tensor, int]:
+    ) -> torch.Tensor:
         """Cross entropy where something follows the head (a soft-cap, a scale, a bias): logits of a chunk are computed
         again in backward.
         """
 
         def chunk_loss(rows: torch.Tensor, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return functional.cross_entropy(
-                self._logits_of(batch, rows, x), targets, ignore_index=IGNORED, reduction="sum"
-            )
+            logits = in_full(self._logits_of(batch, rows, x))
+            return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
-        size = self.loss_chunk or default_chunk(self._num_logits, targets_O.shape[0])
+        size = self.loss_chunk or default_chunk(self.num_logits, targets_O.shape[0])
         losses = [
             checkpoint(chunk_loss, *chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk_loss(*chunk)
             for chunk in zip(*(torch.split(part, size) for part in (rows, x_OD, targets_O)), strict=True)
         ]
-        return torch.stack(losses).sum(), int((targets_O != IGNORED).sum())
+        return torch.stack(losses).sum()
 
     def _logits_of(self, batch: Batch, rows: torch.Tensor, x_OD: torch.Tensor) -> torch.Tensor:
         program, batch = self._prepared(batch)
-        return program.tail(x_OD, frame=Frame(batch, rows))  # type: ignore[no-any-return]
+        return program.tail(x_OD, frame=self._frame(batch, rows))  # type: ignore[no-any-return]
 
 
 def filled_up(batch: Batch, num_missing: int) -> Batch:
@@ -259,7 +352,7 @@ def filled_up(batch: Batch, num_missing: int) -> Batch:
 
 def _rows_with_target(batch: Batch) -> torch.Tensor:
     """int64 [O]: only tokens with a target pass the last block's feed-forward and the head; at least one does."""
-    rows = (batch.targets_T != IGNORED).nonzero().squeeze(1)
+    rows = batch.supervised
     return rows if rows.shape[0] else rows.new_zeros(1)
 
 

@@ -8,15 +8,18 @@ exactly to cut.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import nn
 
-from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.frame import Frame, in_full
+from pyggtrain.graph.halves import Half
 from pyggtrain.graph.inputs import Leaf
 from pyggtrain.graph.lowering import Kernel
-from pyggtrain.nn import QuantLinear
+from pyggtrain.nn import HostStash, QuantLinear, run_layer
+from pyggtrain.ops.fused import Kept
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
@@ -44,25 +47,30 @@ class Step:
     is_sum: bool = False
 
 
-class Region(nn.Module):
-    """Steps from some values to some others. Holds no parameter of its own: modules stand in the tree of the file's
-    names.
+class Part:
+    """Steps from some values to some others, all in four dimensions.
 
     Args:
         steps: in the order of computing.
         leaves: values that are no step's result: weights read as numbers, inputs, empty states.
-        inputs: nodes that come from outside, in the order of `forward`'s arguments.
+        inputs: nodes that come from outside, in the order of the call's arguments.
         outputs: nodes that are given back.
+        half: what the steps are together, if they can also run fused.
     """
 
     def __init__(
-        self, steps: Sequence[Step], leaves: Mapping[int, Leaf], inputs: Sequence[int], outputs: Sequence[int]
+        self,
+        steps: Sequence[Step],
+        leaves: Mapping[int, Leaf],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        half: Half | None = None,
     ) -> None:
-        super().__init__()
         self.steps = tuple(steps)
         self.leaves = leaves
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        self.half = half
         last_use = {
             source: index for index, step in enumerate(self.steps) for source in step.sources if source is not None
         }
@@ -75,16 +83,21 @@ class Region(nn.Module):
             for index, step in enumerate(self.steps)
         ]
 
-    def forward(self, *values: torch.Tensor, frame: Frame) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The output's value, or all of them where there are several. Outside of regions [1, 1, T, D] is [T, D]."""
-        known = dict(zip(self.inputs, (x if x.dim() == 4 else x[None, None] for x in values), strict=True))
+    def __call__(self, *values: torch.Tensor, frame: Frame) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The output's value, or all of them where there are several, rounded to the run's dtype."""
+        known = dict(zip(self.inputs, values, strict=True))
         for step, dead in zip(self.steps, self._dies_after, strict=True):
             self._compute(step, frame, known)
             for source in dead:
                 known.pop(source, None)
-        outputs = (known[output] for output in self.outputs)
-        results = tuple(x.flatten(0, 2) if x.shape[:2] == (1, 1) else x for x in outputs)
+        results = tuple(frame.rounded(known[output]) for output in self.outputs)
         return results[0] if len(results) == 1 else results
+
+    def fused(self, *values: torch.Tensor, frame: Frame, kept: Kept, stash: HostStash | None) -> torch.Tensor:
+        """The same as one operation; only where there is a half."""
+        assert self.half is not None
+        known = dict(zip(self.inputs, values, strict=True))
+        return self.half(frame, [self._value(source, known, frame) for source in self.half.sources], kept, stash)
 
     def run(self, frame: Frame, known: dict[int, torch.Tensor]) -> Iterator[tuple[Step, torch.Tensor]]:
         """Each step with its value; `known` holds the inputs and keeps every value."""
@@ -101,6 +114,73 @@ class Region(nn.Module):
         if source not in known:
             known[source] = self.leaves[source](frame)
         return known[source]
+
+
+class Region(nn.Module):
+    """Parts that run one after another: a layer, or what lies before or behind the layers. Holds no parameter of its
+    own: modules stand in the tree of the file's names.
+
+    Args:
+        parts: in the order of computing.
+        inputs: nodes that come from outside, in the order of `forward`'s arguments.
+        outputs: nodes that are given back.
+    """
+
+    def __init__(self, parts: Sequence[Part], inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self._dead = dead_after(self.parts, self.outputs)
+
+    @property
+    def steps(self) -> list[Step]:
+        return [step for part in self.parts for step in part.steps]
+
+    @property
+    def halves(self) -> list[Half | None]:
+        """What each part is."""
+        return [part.half for part in self.parts]
+
+    def forward(
+        self,
+        *values: torch.Tensor,
+        frame: Frame,
+        policy: str = "none",
+        is_random: bool = False,
+        kept: Kept | None = None,
+        stash: HostStash | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The output's value, or all of them where there are several. Outside of regions [1, 1, T, D] is [T, D].
+
+        Args:
+            values: of the inputs.
+            frame: the run.
+            policy, is_random: what parts that do not run fused keep, see `nn.run_layer`.
+            kept, stash: what halves that run fused keep, and where; None: nothing runs fused.
+        """
+        known = dict(zip(self.inputs, (x if x.dim() == 4 else x[None, None] for x in values), strict=True))
+        for part, dead in zip(self.parts, self._dead, strict=True):
+            inputs = [known[index] for index in part.inputs]
+            if (
+                kept is not None
+                and part.half is not None
+                and part.half.modules.can_fuse(frame.dtype, frame.rows.device)
+            ):
+                known[part.half.result] = part.fused(*inputs, frame=frame, kept=kept, stash=stash)
+            else:
+                made = run_layer(partial(part, frame=frame), *inputs, policy=policy, is_random=is_random)
+                known |= zip(part.outputs, (made,) if len(part.outputs) == 1 else made, strict=True)
+            for index in dead:
+                del known[index]
+        outputs = (known[output] for output in self.outputs)
+        results = tuple(x.flatten(0, 2) if x.shape[:2] == (1, 1) else x for x in outputs)
+        return results[0] if len(results) == 1 else results
+
+    def run(self, frame: Frame, known: dict[int, torch.Tensor]) -> Iterator[tuple[Step, torch.Tensor]]:
+        """Each step with its value, none fused; `known` holds the inputs and keeps every value."""
+        for part in self.parts:
+            yield from part.run(frame, known)
 
     def extra_repr(self) -> str:
         return f"{len(self.steps)} steps, {self.steps[0].name} to {self.steps[-1].name}"
@@ -170,39 +250,68 @@ def cut_into_layers(steps: Sequence[Step]) -> Cuts:
     return cuts
 
 
-def regions(steps: Sequence[Step], leaves: Mapping[int, Leaf], output: int) -> tuple[list[Region], list[bool]]:
+def regions(
+    steps: Sequence[Step], leaves: Mapping[int, Leaf], output: int, halves: Sequence[Half] = ()
+) -> tuple[list[Region], list[bool]]:
     """The program in regions, and which of them are layers.
 
     Args:
         steps: of the whole program.
         leaves: values that are no step's result.
         output: the node that the program is for.
+        halves: of layers, each of which becomes a part of its own.
     """
     cuts = cut_into_layers(steps)
     bounds = [*cuts.starts, len(steps)]
-    parts = []
+    spans = {span: half for half in halves if (span := _span(steps, half, cuts.starts)) is not None}
+    found = []
     for start, end in pairwise(bounds):
-        inside = steps[start:end]
-        made = {step.result for step in inside}
-        read_later = {source for step in steps[end:] for source in step.sources} | {output}
-        inputs = _unique(
-            source
-            for step in inside
-            for source in step.sources
-            if source is not None and source not in made and source not in leaves
-        )
-        outputs = [step.result for step in inside if step.result in read_later]
-        parts.append(Region(_ending_in_product(inside, outputs), leaves, inputs, outputs))
-    return parts, cuts.is_layer
+        borders = sorted({start, end, *(border for span in spans for border in span if start < border < end)})
+        parts = [_part(steps, leaves, output, span, spans.get(span)) for span in pairwise(borders)]
+        inputs, outputs = _ends(steps, leaves, output, (start, end))
+        found.append(Region(parts, inputs, outputs))
+    return found, cuts.is_layer
 
 
-def dead_after(parts: Sequence[Region], output: int) -> list[list[int]]:
-    """For each region, the values between regions that none after it reads."""
+def _span(steps: Sequence[Step], half: Half, starts: Sequence[int]) -> tuple[int, int] | None:
+    """Where the steps of a half stand, if they stand together in one region."""
+    places = [place for place, step in enumerate(steps) if step.result in half.nodes]
+    start, end = places[0], places[-1] + 1
+    is_whole = end - start == len(half.nodes) and not any(start < cut < end for cut in starts)
+    return (start, end) if is_whole else None
+
+
+def _ends(
+    steps: Sequence[Step], leaves: Mapping[int, Leaf], output: int, span: tuple[int, int]
+) -> tuple[list[int], list[int]]:
+    """What the steps of a span read from before it, and what of theirs is read behind it."""
+    start, end = span
+    inside = steps[start:end]
+    made = {step.result for step in inside}
+    read_later = {source for step in steps[end:] for source in step.sources} | {output}
+    inputs = _unique(
+        source
+        for step in inside
+        for source in step.sources
+        if source is not None and source not in made and source not in leaves
+    )
+    return inputs, [step.result for step in inside if step.result in read_later]
+
+
+def _part(
+    steps: Sequence[Step], leaves: Mapping[int, Leaf], output: int, span: tuple[int, int], half: Half | None
+) -> Part:
+    inputs, outputs = _ends(steps, leaves, output, span)
+    return Part(_ending_in_product(steps[slice(*span)], outputs), leaves, inputs, outputs, half)
+
+
+def dead_after(parts: Sequence[Part | Region], outputs: Sequence[int]) -> list[list[int]]:
+    """For each part, the values made so far that none after it reads and that are no output."""
     known: set[int] = set()
     dead = []
-    for position, region in enumerate(parts):
-        known |= set(region.outputs)
-        needed = {index for later in parts[position + 1 :] for index in later.inputs} | {output}
+    for position, part in enumerate(parts):
+        known |= {*part.inputs, *part.outputs} if position == 0 else set(part.outputs)
+        needed = {index for later in parts[position + 1 :] for index in later.inputs} | set(outputs)
         dead.append(sorted(known - needed))
         known &= needed
     return dead
@@ -232,11 +341,18 @@ def _ending_in_product(steps: Sequence[Step], outputs: Sequence[int]) -> Sequenc
     return steps
 
 
-def product_kernel(linear: QuantLinear) -> Kernel:
-    """x Wᵀ (+ residual) over the last dimension of four."""
+def product_kernel(linear: QuantLinear, *, is_exact: bool = False) -> Kernel:
+    """x Wᵀ (+ residual) over the last dimension of four.
+
+    Args:
+        linear: the product.
+        is_exact: in float32 whatever the run's dtype.
+    """
 
     def kernel(frame: Frame, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        y_TN = linear(x.flatten(0, 2), residual_TN=None if residual is None else residual.flatten(0, 2))
+        x = in_full(x) if is_exact else frame.rounded(x)
+        residual_TN = None if residual is None else residual.to(x.dtype).flatten(0, 2)
+        y_TN = linear(x.flatten(0, 2), residual_TN=residual_TN)
         return y_TN.reshape(*x.shape[:3], -1)  # type: ignore[no-any-return]
 
     return kernel

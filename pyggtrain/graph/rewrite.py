@@ -8,6 +8,7 @@
 * `empty_states.drop_empty_states`: recurrences that begin with an empty state know documents instead.
 * `name_rows_of_tokens`: rows that are picked by n-grams of tokens are known as such.
 * `join`: a norm and its weight, a product and its bias become one node, for the project's own operations.
+* `latent_attention.unabsorb`: attention to a latent row makes keys and values of each head again.
 * `without_gradient`: weights that only choose are no longer called trainable.
 * `prune`: what the logits do not need leaves.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 from pyggtrain.graph.empty_states import drop_empty_states
 from pyggtrain.graph.ir import Graph, Ngrams, Node
+from pyggtrain.graph.latent_attention import unabsorb
 
 PRODUCTS = frozenset({"MUL_MAT", "MUL_MAT_ID"})
 VIEWS = frozenset({"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
@@ -174,10 +176,29 @@ def without_gradient(graph: Graph, reach: Reach) -> Reach:
     return Reach(reach.trainable & felt, {**reach.missed, **unfelt})
 
 
+def choosing_products(graph: Graph) -> frozenset[int]:
+    """Products with weights from whose results alone something is chosen (a router's): rounding them would change the
+    choice.
+    """
+    reading = {
+        source for node in graph.nodes if node.op in _CHOICES for source in node.sources[:1] if source is not None
+    }
+    found = set()
+    for index in range(len(graph.nodes) - 1, -1, -1):
+        if index not in reading:
+            continue
+        if _weight_of(graph, index) is not None:
+            found.add(index)
+        else:
+            reading.update(source for source in graph.nodes[index].sources if source is not None)
+    return frozenset(found)
+
+
 def rewritten(graph: Graph) -> tuple[Graph, Reach]:
     """All passes in turn: the graph to train with, and which weights an adapter on it can train."""
     graph, reach = take_out_adapter(graph)
     graph = join(drop_empty_states(prune(order_memory(name_masks(forward_casts(graph))))))
+    graph = prune(unabsorb(graph))
     return graph, without_gradient(graph, reach)
 
 

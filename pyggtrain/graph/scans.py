@@ -15,10 +15,13 @@ inside the dot products.
 import math
 
 import torch
+from torch.nn import functional
 
 # Tokens of a chunk with one decay for each head: matrices of 64 x 64. With one for each channel they are 16 x 16 x K.
 CHUNK = 64
 CHUNK_BY_CHANNEL = 16
+# Tokens whose chunks are computed at the same time.
+SPAN = 2048
 
 
 def state_space(
@@ -26,25 +29,60 @@ def state_space(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """S_t = exp(log_decay_t) S_{t-1} + x_t b_tᵀ, y_t = S_t c_t.
 
+    All chunks of a span of tokens at once: what their states are when they begin is one more product, of chunks by
+    chunks.
+
     Args:
         x: [Q, T, H, P].
         log_decay: [Q, T, H], at most 0.
-        b, c: [Q, T, H, N].
+        b, c: [Q, T, G, N], H % G == 0: head h reads group h // (H / G).
         state: S_0, [Q, H, P, N].
 
     Returns:
         y [Q, T, H, P] and the last state.
     """
     outputs = []
-    x, log_decay, b, c = (part.transpose(1, 2) for part in (x, log_decay.unsqueeze(-1), b, c))
-    for first in range(0, x.shape[2], CHUNK):
-        x_t, g_t, b_t, c_t = (part[:, :, first : first + CHUNK] for part in (x, log_decay, b, c))
-        g_t = g_t.cumsum(2)
-        weights = c_t @ b_t.transpose(-1, -2) * _faded(g_t).squeeze(-1)
-        outputs.append(weights @ x_t + g_t.exp() * (c_t @ state.transpose(-1, -2)))
-        last = g_t[:, :, -1:]
-        state = last.exp() * state + x_t.transpose(-1, -2) @ (b_t * (last - g_t).exp())
-    return torch.cat(outputs, 2).transpose(1, 2), state
+    for first in range(0, x.shape[1], SPAN):
+        parts = (part[:, first : first + SPAN] for part in (x, log_decay, b, c))
+        y, state = _state_space_span(*parts, state)
+        outputs.append(y)
+    return torch.cat(outputs, 1), state
+
+
+def _state_space_span(
+    x: torch.Tensor, log_decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `state_space`, of at most `SPAN` tokens. Letters: c is chunks, l tokens of one, g groups, r heads of one."""
+    num_sequences, num_tokens, num_heads, width = x.shape
+    num_groups = b.shape[2]
+    # Tokens behind the end put nothing into the state and do not fade it.
+    missing = -num_tokens % CHUNK
+    x, b, c = (functional.pad(part, (0, 0, 0, 0, 0, missing)) for part in (x, b, c))
+    log_decay = functional.pad(log_decay, (0, 0, 0, missing))
+
+    def grouped(part: torch.Tensor) -> torch.Tensor:
+        """[Q, T, heads, ...] -> [Q, c, g, r, l, ...]."""
+        chunks = part.unflatten(1, (-1, CHUNK)).unflatten(3, (num_groups, -1))
+        return chunks.permute(0, 1, 3, 4, 2, *range(5, chunks.dim()))
+
+    g = grouped(log_decay).cumsum(-1)
+    x, b, c = grouped(x), grouped(b).squeeze(3), grouped(c).squeeze(3)
+    weights = (c @ b.transpose(-1, -2)).unsqueeze(3) * _faded(g.unsqueeze(-1)).squeeze(-1)
+    y = weights @ x
+    # What each chunk alone leaves behind, [Q, c, g, r, P, N], and how all of it has faded when a later one begins.
+    last = g[..., -1:]
+    left = (x * (last - g).exp().unsqueeze(-1)).transpose(-1, -2).flatten(3, 4) @ b
+    total = torch.cat([torch.zeros_like(last[:, :1]), last], 1).squeeze(-1).cumsum(1)
+    num_chunks = left.shape[1]
+    is_later = torch.ones(num_chunks + 1, num_chunks + 1, dtype=torch.bool, device=x.device).triu(1)
+    faded = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(is_later[..., None, None], -math.inf).exp()
+    entering = torch.cat([state.unflatten(1, (num_groups, -1)).unsqueeze(1), left.unflatten(3, (-1, width))], 1)
+    states = torch.einsum("qijgr,qjgrpn->qigrpn", faded, entering)
+    before, state = states[:, :-1], states[:, -1].flatten(1, 2)
+    seen = (c @ before.flatten(3, 4).transpose(-1, -2)).unflatten(-1, (-1, width)).transpose(3, 4)
+    y = y + g.exp().unsqueeze(-1) * seen
+    y = y.permute(0, 1, 4, 2, 3, 5).reshape(num_sequences, -1, num_heads, width)
+    return y[:, :num_tokens], state
 
 
 def state_space_by_state(

@@ -65,17 +65,21 @@ class Weights:
         file: opened GGUF file.
         device: where blocks go; on a CPU they stay in the mapping.
         compute: of the products, see `ops.quant_linear`.
+
+    Attributes:
+        device: see above.
+        modules: by the tensor's name.
     """
 
     def __init__(self, root: nn.Module, file: GGUFFile, *, device: str, compute: str) -> None:
         self._root = root
         self._file = file
-        self._device = device
+        self.device = device
         self._compute = compute
         self.modules: dict[str, FrozenTensor | QuantLinear | ExpertLinear] = {}
 
     def tensor(self, name: str) -> QuantTensor:
-        return self._file.place(name, self._device)
+        return self._file.place(name, self.device)
 
     def take_frozen(self, name: str) -> FrozenTensor:
         """The module of a tensor that is not trained."""
@@ -86,12 +90,12 @@ class Weights:
         assert isinstance(module, FrozenTensor)
         return module
 
-    def take_linear(self, name: str, bias: str | None) -> QuantLinear:
+    def take_linear(self, name: str, bias: str | None, *, compute: str) -> QuantLinear:
         """The module of a matrix that an adapter may train."""
         module = self.modules.get(name)
         if module is None:
             bias_N = None if bias is None else ops.dequantize(self.tensor(bias))
-            module = QuantLinear(as_matrix(self.tensor(name)), bias_N, compute=self._compute)
+            module = QuantLinear(as_matrix(self.tensor(name)), bias_N, compute=compute)
             self._put(name, module)
         assert isinstance(module, QuantLinear)
         return module

@@ -40,7 +40,7 @@ def load(
         implementation: "native" (hand-written), "graph" (imported from llama.cpp), or "auto": native where there is one
             and it knows all that the file asks for, else graph.
         device: where to compute.
-        dtype: of activations; None: `nn.activation_dtype(device)`. An imported model computes in float32.
+        dtype: of activations; None: `nn.activation_dtype(device)`.
         compute: "auto", "exact" or "ggml", see `ops.quant_linear`.
         num_ctx: context that the adapter will be served with; matters to longrope files only. None: the file's own
             `context_length`.
@@ -78,18 +78,22 @@ def load(
             reason = str(error)
         logger.info("%s Taking the model from llama.cpp's own graph of the file.", reason)
         try:
-            return _imported(file, device=str(device), compute=compute, num_ctx=num_ctx, is_checked=is_checked)
+            return _imported(
+                file, device=str(device), dtype=dtype, compute=compute, num_ctx=num_ctx, is_checked=is_checked
+            )
         except (BridgeError, UnsupportedError) as error:
             raise UnsupportedError(f"{reason} Nor can it be taken from llama.cpp's own graph: {error}") from error
-    return _imported(file, device=str(device), compute=compute, num_ctx=num_ctx, is_checked=is_checked)
+    return _imported(file, device=str(device), dtype=dtype, compute=compute, num_ctx=num_ctx, is_checked=is_checked)
 
 
-def _imported(file: GGUFFile, *, device: str, compute: str, num_ctx: int | None, is_checked: bool) -> Model:
+def _imported(
+    file: GGUFFile, *, device: str, dtype: torch.dtype | None, compute: str, num_ctx: int | None, is_checked: bool
+) -> Model:
     # Importing costs half a second of definitions that a native model does not need.
     from pyggtrain.graph.model import ImportedModel
     from pyggtrain.graph.verify import verify_once
 
-    model = ImportedModel(file, device=device, compute=compute, num_ctx=num_ctx)
+    model = ImportedModel(file, device=device, dtype=dtype, compute=compute, num_ctx=num_ctx)
     if not is_checked:
         return model
     verified = verify_once(file, model)

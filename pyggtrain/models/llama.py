@@ -23,8 +23,10 @@ from pyggtrain.errors import UnsupportedError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.models.reader import Keys, Tensors
 from pyggtrain.nn import (
+    AttentionHalf,
     Batch,
     Embedding,
+    FeedForwardHalf,
     FusedLayer,
     FusedLayers,
     HostStash,
@@ -209,19 +211,16 @@ class Block(nn.Module):
 
     def fused(self) -> FusedLayer:
         """The same layer as two coarse operations."""
-        return FusedLayer(
+        attention = AttentionHalf(
             self.attn_norm,
             (self.attn_qkv,) if self.has_fused_qkv else (self.attn_q, self.attn_k, self.attn_v),
             self.attn_output,
-            self.ffn_norm,
-            self.ffn_gate,
-            self.ffn_up,
-            self.ffn_down,
             self.num_heads,
             self.num_kv_heads,
             self.head_width,
             self.softmax_scale,
         )
+        return FusedLayer(attention, FeedForwardHalf(self.ffn_norm, (self.ffn_gate, self.ffn_up), self.ffn_down))
 
     def forward(
         self,

@@ -4,7 +4,7 @@ from pyggtrain.nn.batch import Batch
 from pyggtrain.nn.checkpointing import GPU_POLICIES, POLICIES, kept_by, run_layer
 from pyggtrain.nn.embedding import Embedding
 from pyggtrain.nn.expert_linear import ExpertLinear
-from pyggtrain.nn.fused_layer import FusedLayer, FusedLayers
+from pyggtrain.nn.fused_layer import AttentionHalf, FeedForwardHalf, FusedLayer, FusedLayers, can_run_fused
 from pyggtrain.nn.host_stash import HostStash
 from pyggtrain.nn.model import Model, activation_dtype, why_untrainable
 from pyggtrain.nn.quant_linear import LoraPair, QuantLinear
@@ -14,9 +14,11 @@ from pyggtrain.nn.rope import RopeSettings, RopeTableCache, YarnSettings
 __all__ = [
     "GPU_POLICIES",
     "POLICIES",
+    "AttentionHalf",
     "Batch",
     "Embedding",
     "ExpertLinear",
+    "FeedForwardHalf",
     "FusedLayer",
     "FusedLayers",
     "HostStash",
@@ -28,6 +30,7 @@ __all__ = [
     "RopeTableCache",
     "YarnSettings",
     "activation_dtype",
+    "can_run_fused",
     "kept_by",
     "run_layer",
     "why_untrainable",

@@ -73,12 +73,14 @@ def kept_by(policy: str, num_layers: int) -> list[Kept]:
     return [_KEPT[policy]] * num_layers
 
 
-def run_layer(layer: Callable[..., torch.Tensor], *inputs: Any, policy: str) -> torch.Tensor:
+def run_layer(layer: Callable[..., Any], *inputs: Any, policy: str, is_random: bool = True) -> Any:
     """layer(*inputs), keeping for backward what `policy` says. Values and gradients are the same under every policy.
 
     Args:
         layer: a layer of a model.
         policy: "none", "matmuls" or "layers".
+        is_random: it draws random numbers, which have to come again. Their state must not be asked for while a CUDA
+            graph is captured.
 
     Raises:
         ValueError: another policy.
@@ -87,5 +89,4 @@ def run_layer(layer: Callable[..., torch.Tensor], *inputs: Any, policy: str) -> 
         raise ValueError(f"checkpoint policy {policy!r}: needed one of {', '.join(POLICIES)}")
     if policy == "none" or not torch.is_grad_enabled():
         return layer(*inputs)
-    output: torch.Tensor = checkpoint(layer, *inputs, use_reentrant=False, context_fn=_CONTEXTS[policy])
-    return output
+    return checkpoint(layer, *inputs, use_reentrant=False, context_fn=_CONTEXTS[policy], preserve_rng_state=is_random)

@@ -1,7 +1,8 @@
 """A transformer layer through the two fused operations of `ops.fused`, from the modules that hold its weights.
 
-What they cannot do (a bias where they have none, dropout in a pair, other dtypes) runs through the same modules' own
-operations instead; `can_fuse` decides, and nothing else differs but speed, memory and rounding.
+What they cannot do (a bias in the feed-forward half, dropout in a pair, other dtypes; on a CPU also norms of heads and
+what is not plain in attention) runs through the same modules' own operations instead; `can_fuse` decides, and nothing
+else differs but speed, memory and rounding.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,7 @@ import torch
 
 from pyggtrain.nn.host_stash import HostStash
 from pyggtrain.nn.quant_linear import QuantLinear
-from pyggtrain.nn.rms_norm import RMSNorm
-from pyggtrain.ops.attention import Documents
+from pyggtrain.ops.attention import PLAIN, Documents, Variant
 from pyggtrain.ops.fused import (
     AttentionBlock,
     FeedForward,
@@ -31,53 +31,152 @@ from pyggtrain.ops.quant_matmul import HALF_DTYPES
 from pyggtrain.ops.rope import RopeTables
 
 
-@dataclass(frozen=True, eq=False)
-class FusedLayer:
-    """Names for the modules of a layer of the kind
+class Norm(Protocol):
+    """What is wanted of a norm: an `RMSNorm`, or anything with its numbers."""
 
-        h = x + output(attention(rope(q), rope(k), v)),  q, k, v = qkv(attn_norm(x))
-        y = h + down(silu(gate(z)) ∘ up(z)),             z = ffn_norm(h)
+    @property
+    def weight(self) -> torch.Tensor:
+        """float32 [D]."""
+        ...
+
+    @property
+    def eps(self) -> float: ...
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionHalf:
+    """Names for the modules of x + output(attention(rope(q), rope(k), v)),  q, k, v = qkv(norm(x)).
 
     Attributes:
-        attn_norm, qkv, output: the first half; `qkv` is three linears, or one that gives all.
-        ffn_norm, gate, up, down: the second half.
-        num_heads, num_kv_heads, head_width, softmax_scale: as in `ops.attention`.
+        norm, output: as above.
+        qkv: three linears, or one that gives all.
+        num_heads, num_kv_heads, head_width, softmax_scale, variant: as in `ops.attention`.
+        head_norms: of each head of q and of k before rotation, with one eps; None: there are none.
     """
 
-    attn_norm: RMSNorm
+    norm: Norm
     qkv: tuple[QuantLinear, ...]
     output: QuantLinear
-    ffn_norm: RMSNorm
-    gate: QuantLinear
-    up: QuantLinear
-    down: QuantLinear
     num_heads: int
     num_kv_heads: int
     head_width: int
     softmax_scale: float
+    head_norms: tuple[Norm, Norm] | None = None
+    variant: Variant = PLAIN
 
     @property
     def linears(self) -> tuple[QuantLinear, ...]:
-        return (*self.qkv, self.output, self.gate, self.up, self.down)
+        return (*self.qkv, self.output)
 
     def can_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the fused operations compute what the modules would, with the pairs as they are.
+        """Whether the fused operation computes what the modules would, with the pairs as they are.
 
         Args:
-            dtype: of the layer's input.
+            dtype: of the half's input.
             device: where it lies; "meta" stands for a CPU's (`ops.rehearsal`).
         """
-        if device.type == "cuda":
-            is_supported = dtype in HALF_DTYPES and self.output.compute in ("auto", "bf16", "fp8")
-        else:
-            heads = self.num_heads, self.num_kv_heads, self.head_width
-            is_supported = dtype == torch.float32 and can_fuse_on_cpu(*heads)
-        return (
-            is_supported
-            and all(linear.compute == self.output.compute for linear in self.linears)
-            and all(linear.bias is None for linear in (self.output, self.gate, self.up, self.down))
-            and not any(linear.lora is not None and linear.lora.has_dropout for linear in self.linears)
+        if _runs_on_cpu(device) and not (
+            can_fuse_on_cpu(self.num_heads, self.num_kv_heads, self.head_width)
+            and self.output.bias is None
+            and self.head_norms is None
+            and self.variant.is_plain
+        ):
+            return False
+        return _can_fuse(self.linears, dtype, device)
+
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        tables: RopeTables | None,
+        documents: Documents,
+        kept: Kept,
+        stash: HostStash | None = None,
+    ) -> torch.Tensor:
+        """The half's output [T, D].
+
+        Args:
+            x_TD: its input.
+            tables, documents, kept: see `ops.fused.attention_block`.
+            stash: where what is kept goes; None: it stays.
+        """
+        norms = self.head_norms
+        block = AttentionBlock(
+            self.norm.weight,
+            self.norm.eps,
+            _group(self.qkv),
+            _group((self.output,)),
+            _bias(self.qkv, x_TD.dtype),
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_width,
+            self.softmax_scale,
+            output_bias=_bias((self.output,), x_TD.dtype),
+            head_norms=None if norms is None else (norms[0].weight, norms[1].weight),
+            head_eps=0.0 if norms is None else norms[0].eps,
+            variant=self.variant,
         )
+        pairs = _pairs(self.linears)
+        if _runs_on_cpu(x_TD.device):
+            assert tables is not None, "a CPU's half turns its heads"
+            compute = self.output.compute
+            return cpu_attention_block(x_TD, block, tables, documents, pairs, kept=kept, compute=compute)
+        with stash.part() if stash is not None else nullcontext():
+            return attention_block(x_TD, block, tables, documents, pairs, kept=kept)
+
+
+@dataclass(frozen=True, eq=False)
+class FeedForwardHalf:
+    """Names for the modules of x + down(silu(gate(z)) ∘ up(z)),  z = norm(x).
+
+    Attributes:
+        norm, down: as above.
+        gate_up: gate and up, or one linear that gives both, gate first.
+    """
+
+    norm: Norm
+    gate_up: tuple[QuantLinear, ...]
+    down: QuantLinear
+
+    @property
+    def linears(self) -> tuple[QuantLinear, ...]:
+        return (*self.gate_up, self.down)
+
+    def can_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the fused operation computes what the modules would; arguments as for `AttentionHalf`."""
+        if _runs_on_cpu(device) and len(self.gate_up) != 2:
+            return False
+        return all(linear.bias is None for linear in self.linears) and _can_fuse(self.linears, dtype, device)
+
+    def __call__(self, x_TD: torch.Tensor, kept: Kept, stash: HostStash | None = None) -> torch.Tensor:
+        """The half's output [T, D]; arguments as for `AttentionHalf`."""
+        block = FeedForward(self.norm.weight, self.norm.eps, _group(self.gate_up), _group((self.down,)))
+        pairs = _pairs(self.linears)
+        if _runs_on_cpu(x_TD.device):
+            return cpu_feed_forward(x_TD, block, pairs, kept=kept, compute=self.down.compute)
+        with stash.part() if stash is not None else nullcontext():
+            return feed_forward(x_TD, block, pairs, kept=kept)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedLayer:
+    """A layer of two halves."""
+
+    attention: AttentionHalf
+    feed_forward: FeedForwardHalf
+
+    @property
+    def linears(self) -> tuple[QuantLinear, ...]:
+        return (*self.attention.linears, *self.feed_forward.linears)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Layers with equal ones take equal memory but for their pairs."""
+        one, two = self.attention, self.feed_forward
+        return (*one.output.shape, sum(linear.shape[0] for linear in one.qkv), one.num_heads, *two.down.shape)
+
+    def can_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether both halves can."""
+        return self.attention.can_fuse(dtype, device) and self.feed_forward.can_fuse(dtype, device)
 
     def __call__(
         self,
@@ -87,33 +186,13 @@ class FusedLayer:
         kept: Kept,
         stash: HostStash | None = None,
     ) -> torch.Tensor:
-        """The layer's output [T, D].
+        """The layer's output [T, D]; arguments as for `AttentionHalf`."""
+        return self.feed_forward(self.attention(x_TD, tables, documents, kept, stash), kept, stash)
 
-        Args:
-            x_TD: its input.
-            tables, documents, kept: see `ops.fused.attention_block`.
-            stash: where what is kept goes; None: it stays.
-        """
-        attention = AttentionBlock(
-            self.attn_norm.weight,
-            self.attn_norm.eps,
-            _group(self.qkv),
-            _group((self.output,)),
-            _bias(self.qkv, x_TD.dtype),
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_width,
-            self.softmax_scale,
-        )
-        feed = FeedForward(self.ffn_norm.weight, self.ffn_norm.eps, _group((self.gate, self.up)), _group((self.down,)))
-        if _runs_on_cpu(x_TD):
-            compute, pairs = self.output.compute, _pairs((*self.qkv, self.output))
-            h_TD = cpu_attention_block(x_TD, attention, tables, documents, pairs, kept=kept, compute=compute)
-            return cpu_feed_forward(h_TD, feed, _pairs((self.gate, self.up, self.down)), kept=kept, compute=compute)
-        with stash.part() if stash is not None else nullcontext():
-            h_TD = attention_block(x_TD, attention, tables, documents, _pairs((*self.qkv, self.output)), kept=kept)
-        with stash.part() if stash is not None else nullcontext():
-            return feed_forward(h_TD, feed, _pairs((self.gate, self.up, self.down)), kept=kept)
+
+def can_run_fused(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a GPU's fused operations are for activations of a dtype on a device."""
+    return device.type == "cuda" and dtype in HALF_DTYPES
 
 
 class HasFusedForm(Protocol):
@@ -164,9 +243,21 @@ class FusedLayers:
         return x_TD
 
 
-def _runs_on_cpu(x: torch.Tensor) -> bool:
+def _runs_on_cpu(device: torch.device) -> bool:
     """Whether the CPU's halves compute it. A test lets the GPU's do so, in Triton's interpreter."""
-    return not x.is_cuda
+    return device.type != "cuda"
+
+
+def _can_fuse(linears: Sequence[QuantLinear], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether linears multiply in one way, which the halves of a device know, and have no dropout in their pairs."""
+    compute = linears[0].compute
+    if device.type == "cuda":
+        is_supported = dtype in HALF_DTYPES and compute in ("auto", "bf16", "fp8")
+    else:
+        is_supported = dtype == torch.float32
+    return is_supported and all(
+        linear.compute == compute and not (linear.lora is not None and linear.lora.has_dropout) for linear in linears
+    )
 
 
 def _group(linears: Sequence[QuantLinear]) -> LinearGroup:

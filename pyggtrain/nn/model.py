@@ -57,6 +57,13 @@ class Model(nn.Module, ABC):
         return False
 
     @property
+    def can_capture(self) -> bool:
+        """Whether a step never makes the host wait, and what it launches depends on nothing but shapes: then it may
+        become a CUDA graph.
+        """
+        return self.is_fused
+
+    @property
     def fused_layers(self) -> Sequence[FusedLayer]:
         """The layers in that form; none where there is none."""
         return ()

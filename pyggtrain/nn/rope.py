@@ -15,6 +15,7 @@ step is rounded to float32 as it is there.
 import math
 import struct
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -125,6 +126,14 @@ class RopeSettings:
         )
 
 
+class Rotation(Protocol):
+    """What decides a rotation besides the position."""
+
+    def tables(self, positions_T: torch.Tensor) -> RopeTables:
+        """See `RopeSettings.tables`."""
+        ...
+
+
 class RopeTableCache:
     """The tables of positions 0, 1, 2, ... made once on the host, kept where the model computes, and grown on demand.
 
@@ -132,7 +141,7 @@ class RopeTableCache:
         settings: of the rotation.
     """
 
-    def __init__(self, settings: RopeSettings) -> None:
+    def __init__(self, settings: Rotation) -> None:
         self.settings = settings
         # All that were made: a CUDA graph may go on reading one that has been outgrown. Together they are less than
         # twice the last.

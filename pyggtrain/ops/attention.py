@@ -2,7 +2,8 @@
 
     o[t] = Σ_s softmax_s(c q[t]·k[s]) v[s]      s over the tokens of t's document with s <= t
 
-q [T, H, K], k and v [T, N, K], H a multiple of N: query head h reads kv head h // (H / N).
+q [T, H, K], k and v [T, N, K], H a multiple of N: query head h reads kv head h // (H / N). On a GPU a token may see
+fewer keys, scores may be bent, and a head may have a sink (`Variant`).
 
 On a CPU each document is one call of torch's scaled_dot_product_attention, whose flash kernel (forward and backward)
 never stores the scores and reads grouped heads without repeating them. On a GPU documents of one length are one call of
@@ -24,6 +25,42 @@ if TYPE_CHECKING:
 
 # cuDNN's attention through torch: head sizes that it takes, in both directions.
 _CUDNN_MAX_HEAD = 128
+# What our own kernel takes.
+MAX_HEAD = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """What some models change of plain causal attention; on a GPU only.
+
+    Attributes:
+        window: a token sees itself and the window - 1 tokens before it; None: all before it.
+        chunk: documents fall into chunks of so many tokens, none sees across; None: they do not.
+        softcap: p of s = p tanh(s / p); 0: none.
+        sinks_H: logit of each head that takes weight and gives no value, float32 [H], frozen; None: none.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float = 0.0
+    sinks_H: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.window is None and self.chunk is None and not self.softcap and self.sinks_H is None
+
+    def for_documents(self, documents: "Documents") -> "Variant":
+        """The same without bounds that no document reaches.
+
+        Lengths up to the next power of two count as one: batches that a CUDA graph takes for alike are treated alike.
+        """
+        longest = 1 << (documents.longest - 1).bit_length()
+        window = self.window if self.window is not None and self.window < longest else None
+        chunk = self.chunk if self.chunk is not None and self.chunk < longest else None
+        return Variant(window, chunk, self.softcap, self.sinks_H)
+
+
+PLAIN = Variant()
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +83,26 @@ class Documents:
         lengths = {end - start for start, end in pairwise(self.bounds)}
         return lengths.pop() if len(lengths) == 1 else None
 
-    def mask(self, device: torch.device) -> "AttentionMask":
-        """Which keys each token sees, on a GPU."""
-        if "_mask" not in self.__dict__:
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(end - start for start, end in pairwise(self.bounds))
+
+    @cached_property
+    def masks(self) -> dict[tuple[int | None, int | None], "AttentionMask"]:
+        """The masks that were asked for, by window and chunk: those of a CUDA graph are at places that it reads."""
+        return {}
+
+    def mask(self, device: torch.device, *, window: int | None = None, chunk: int | None = None) -> "AttentionMask":
+        """Which keys each token sees, on a GPU; see `Variant`."""
+        key = window, chunk
+        if key not in self.masks:
             from pyggtrain.kernels.attention.mask import AttentionMask
 
-            self.use_mask(AttentionMask.from_documents(self.cu_seqlens.to(device), self.bounds[-1]))
-        mask: AttentionMask = self.__dict__["_mask"]
-        return mask
+            self.masks[key] = AttentionMask.from_documents(
+                self.cu_seqlens.to(device), self.bounds[-1], window=window, chunk=chunk
+            )
+        return self.masks[key]
 
     def chunks(self, device: torch.device) -> Chunks:
         """Where documents and their chunks begin, for `ops.gated_delta_rule`."""
@@ -61,10 +110,6 @@ class Documents:
         if device not in made:
             made[device] = Chunks.from_bounds(self.bounds, device)
         return made[device]
-
-    def use_mask(self, mask: "AttentionMask") -> None:
-        """Take a mask that is there already, such as one that a CUDA graph reads at a fixed place."""
-        self.__dict__["_mask"] = mask
 
 
 def attention(
@@ -74,6 +119,7 @@ def attention(
     documents: Documents | torch.Tensor,
     *,
     softmax_scale: float,
+    variant: Variant = PLAIN,
 ) -> torch.Tensor:
     """Causal attention inside each document, none across.
 
@@ -82,12 +128,13 @@ def attention(
         k_TNK, v_TNK: [T, N, K] in q's dtype, H % N == 0.
         documents: their bounds, or these as int32 [B + 1]. Many calls for one batch should share one `Documents`.
         softmax_scale: multiplies q·k.
+        variant: what is not plain; on a CPU nothing may be.
 
     Returns:
         [T, H, K].
 
     Raises:
-        ValueError: heads do not group, or the documents do not cover the tokens.
+        ValueError: heads do not group, the documents do not cover the tokens, or a CPU is asked for a variant.
     """
     if isinstance(documents, torch.Tensor):
         documents = Documents(documents)
@@ -99,9 +146,11 @@ def attention(
         raise ValueError(f"documents cover tokens {bounds[0]} to {bounds[-1]}: needed 0 to {num_tokens}")
     if q_THK.is_cuda:
         output: torch.Tensor = _GpuAttention.apply(  # type: ignore[no-untyped-call]
-            q_THK, k_TNK, v_TNK, documents, softmax_scale
+            q_THK, k_TNK, v_TNK, documents, softmax_scale, variant
         )
         return output
+    if not variant.is_plain:
+        raise ValueError(f"attention on {q_THK.device} with {variant}: needed plain causal attention")
     outputs = [
         _causal(q_THK[start:end], k_TNK[start:end], v_TNK[start:end], softmax_scale) for start, end in pairwise(bounds)
     ]
@@ -115,11 +164,17 @@ def _causal(q_THK: torch.Tensor, k_TNK: torch.Tensor, v_TNK: torch.Tensor, softm
 
 
 def gpu_attention_forward(
-    q_THK: torch.Tensor, k_TNK: torch.Tensor, v_TNK: torch.Tensor, documents: Documents, softmax_scale: float
+    q_THK: torch.Tensor,
+    k_TNK: torch.Tensor,
+    v_TNK: torch.Tensor,
+    documents: Documents,
+    softmax_scale: float,
+    variant: Variant = PLAIN,
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """o [T, H, K], and what `gpu_attention_backward` wants besides q, k, v and o."""
     length = documents.common_length
-    if length is not None and _does_cudnn_take(q_THK, v_TNK):
+    variant = variant.for_documents(documents)
+    if length is not None and variant.is_plain and _does_cudnn_take(q_THK, v_TNK):
         q, k, v = (_batched(x, length) for x in (q_THK, k_TNK, v_TNK))
         o, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, True, False, scale=softmax_scale
@@ -127,7 +182,10 @@ def gpu_attention_forward(
         return o.transpose(1, 2).flatten(0, 1), tuple(rest[:7])
     from pyggtrain.kernels.attention.forward import attention_forward
 
-    o_THK, lse_HT = attention_forward(q_THK, k_TNK, v_TNK, documents.mask(q_THK.device), softmax_scale=softmax_scale)
+    mask = documents.mask(q_THK.device, window=variant.window, chunk=variant.chunk)
+    o_THK, lse_HT = attention_forward(
+        q_THK, k_TNK, v_TNK, mask, softmax_scale=softmax_scale, softcap=variant.softcap or None, sinks=variant.sinks_H
+    )
     return o_THK, (lse_HT,)
 
 
@@ -140,11 +198,13 @@ def gpu_attention_backward(
     kept: tuple[Any, ...],
     documents: Documents,
     softmax_scale: float,
+    variant: Variant = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v, each [T, heads, K]."""
     if len(kept) == 1:
         from pyggtrain.kernels.attention.backward import attention_backward
 
+        variant = variant.for_documents(documents)
         return attention_backward(
             d_o_THK,
             q_THK,
@@ -152,8 +212,9 @@ def gpu_attention_backward(
             v_TNK,
             o_THK,
             kept[0],
-            documents.mask(q_THK.device),
+            documents.mask(q_THK.device, window=variant.window, chunk=variant.chunk),
             softmax_scale=softmax_scale,
+            softcap=variant.softcap or None,
         )
     length = documents.common_length
     assert length is not None
@@ -202,10 +263,11 @@ class _GpuAttention(torch.autograd.Function):
         v_TNK: torch.Tensor,
         documents: Documents,
         softmax_scale: float,
+        variant: Variant,
     ) -> torch.Tensor:
         q_THK, k_TNK, v_TNK = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THK, k_TNK, v_TNK))
-        o_THK, kept = gpu_attention_forward(q_THK, k_TNK, v_TNK, documents, softmax_scale)
-        ctx.documents, ctx.softmax_scale = documents, softmax_scale
+        o_THK, kept = gpu_attention_forward(q_THK, k_TNK, v_TNK, documents, softmax_scale, variant)
+        ctx.documents, ctx.softmax_scale, ctx.variant = documents, softmax_scale, variant
         ctx.others = [None if isinstance(item, torch.Tensor) else (item,) for item in kept]
         ctx.save_for_backward(
             q_THK, k_TNK, v_TNK, o_THK, *(item if isinstance(item, torch.Tensor) else None for item in kept)
@@ -217,6 +279,6 @@ class _GpuAttention(torch.autograd.Function):
         q_THK, k_TNK, v_TNK, o_THK, *saved = ctx.saved_tensors
         kept = tuple(tensor if other is None else other[0] for tensor, other in zip(saved, ctx.others, strict=True))
         gradients = gpu_attention_backward(
-            d_o_THK.contiguous(), q_THK, k_TNK, v_TNK, o_THK, kept, ctx.documents, ctx.softmax_scale
+            d_o_THK.contiguous(), q_THK, k_TNK, v_TNK, o_THK, kept, ctx.documents, ctx.softmax_scale, ctx.variant
         )
-        return *gradients, None, None
+        return *gradients, None, None, None

@@ -63,21 +63,26 @@ class FusedSizes:
     @classmethod
     def of(cls, layers: Sequence[FusedLayer], num_vocab: int) -> "FusedSizes":
         """Those of a model's layers, pairs attached."""
-        layer = layers[0]
+        attention, feed_forward = layers[0].attention, layers[0].feed_forward
 
         def padding(*linears: QuantLinear) -> int:
             return padding_of(sum(linear.lora.rank for linear in linears if linear.lora is not None))
 
         return cls(
-            width=layer.output.shape[0],
-            ff=layer.down.shape[1],
-            qkv=sum(linear.shape[0] for linear in layer.qkv),
-            attention=layer.output.shape[1],
-            num_heads=layer.num_heads,
-            paddings=(padding(*layer.qkv), padding(layer.output), padding(layer.gate, layer.up), padding(layer.down)),
+            width=attention.output.shape[0],
+            ff=feed_forward.down.shape[1],
+            qkv=sum(linear.shape[0] for linear in attention.qkv),
+            attention=attention.output.shape[1],
+            num_heads=attention.num_heads,
+            paddings=(
+                padding(*attention.qkv),
+                padding(attention.output),
+                padding(*feed_forward.gate_up),
+                padding(feed_forward.down),
+            ),
             num_vocab=num_vocab,
             num_layers=len(layers),
-            is_fp8=layer.output.compute == "fp8",
+            is_fp8=attention.output.compute == "fp8",
         )
 
     def weights(self) -> tuple[int, int, int, int]:

@@ -143,7 +143,8 @@ class RehearsedNeed:
 
 
 class MeasuredNeed:
-    """A GPU's: two short micro-batches run on the loaded model; what torch's allocator counts grows with the tokens.
+    """A GPU's: the micro-batch itself runs on the loaded model, and torch's allocator counts. Two short ones before it
+    tell how memory grows with the tokens, in case it does not fit.
 
     Args:
         objective: of the loaded model, with its adapter attached.
@@ -169,8 +170,25 @@ class MeasuredNeed:
             ADAPTER: self._adapter_bytes,
             GRADIENTS: self._adapter_bytes,
             OPTIMISER: 2 * self._adapter_bytes,
-            ACTIVATIONS: max(0, round(peaks[0] + per_token * (num_tokens - few))),
+            ACTIVATIONS: self._activations(documents, max(0, round(peaks[0] + per_token * (num_tokens - few)))),
         }
+
+    def _activations(self, documents: Sequence[Document], foretold: int) -> int:
+        """What the micro-batch takes; if it does not fit, at least what is free."""
+        free = free_memory_bytes(self._device)
+        if free is not None and foretold > 2 * free:
+            return foretold
+        try:
+            return self._peak_bytes(documents, sum(len(ids) for ids, _ in documents))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return max(foretold, free or 0)
+        finally:
+            self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _peak_bytes(self, documents: Sequence[Document], num_tokens: int) -> int:
         """What a micro-batch of so many tokens takes at its peak, gradients left out."""
@@ -185,8 +203,7 @@ class MeasuredNeed:
         before = torch.cuda.memory_allocated(self._device)
         self._objective.loss(batch)[0].backward()  # type: ignore[no-untyped-call]
         peak = torch.cuda.max_memory_allocated(self._device) - before
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._forget_gradients()
         return peak
 
 

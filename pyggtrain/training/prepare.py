@@ -247,7 +247,7 @@ def prepare(config: TrainConfig) -> Preparation:
         checkpoint.started if checkpoint is not None else datetime.now().astimezone().isoformat(timespec="seconds")
     )
     base = GGUFFile.open(config.model)
-    device = processes.device(_device_for(config, base))
+    device = processes.device(choose_device(config.device))
     check_readable(base.path)
     check_finite(base, num_threads=torch.get_num_threads())
     tokenizer = Tokenizer.from_gguf(config.model)
@@ -351,21 +351,6 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     if config.compute == "fp16":
         return torch.float16
     return torch.float32 if config.compute == "exact" else activation_dtype(device)
-
-
-def _device_for(config: TrainConfig, base: GGUFFile) -> torch.device:
-    """The device of a run. "auto" takes a GPU only for what has been tried there: hand-written models."""
-    device = choose_device(config.device)
-    is_native = base.architecture in models.ARCHITECTURES and config.model_impl != "graph"
-    if config.device == "auto" and device.type == "cuda" and not is_native:
-        logger.warning(
-            "%s comes from llama.cpp's graph, which has not been tried on a GPU yet: training runs on the CPU. "
-            "Set device to %s to try it.",
-            base.architecture,
-            device,
-        )
-        return torch.device("cpu")
-    return device
 
 
 def choose_device(name: str) -> torch.device:

@@ -48,7 +48,7 @@ class StepGraphs:
     Gradients lie at fixed places from the first call on; `clear` empties them.
 
     Args:
-        model: on a GPU, running fused.
+        model: on a GPU, one that can be captured.
         parameters: name -> trained tensor.
     """
 
@@ -57,7 +57,8 @@ class StepGraphs:
         self._parameters = list(parameters.values())
         self._gradients: list[torch.Tensor] = []
         self._graphs: OrderedDict[Shape, _Captured] = OrderedDict()
-        self._seen: set[Shape] = set()
+        # Shape -> which masks of attention were asked for.
+        self._seen: dict[Shape, list[tuple[int | None, int | None]]] = {}
         self._too_large: set[Shape] = set()
         self._pool: Any = None
         self._scale = torch.zeros((), device=self._parameters[0].device)
@@ -88,8 +89,9 @@ class StepGraphs:
         captured = self._graphs.get(shape)
         if captured is None:
             if shape not in self._seen or shape in self._too_large:
-                self._seen.add(shape)
-                return self._run(batch, self._scale)
+                loss = self._run(batch, self._scale)
+                self._seen[shape] = list(batch.documents.masks)
+                return loss
             captured = self._capture(shape, batch)
         if captured is None:
             return self._run(batch, self._scale)
@@ -112,9 +114,9 @@ class StepGraphs:
         static = Batch(*(getattr(batch, name).clone() for name in names)).with_supervised(
             batch.supervised.clone(), batch.num_targets
         )
-        if batch.documents.common_length is None:
-            mask = batch.documents.mask(batch.tokens_T.device)
-            static.documents.use_mask(type(mask)(mask.first_key.clone(), mask.last_query.clone()))
+        for window, chunk in self._seen[shape]:
+            mask = batch.documents.mask(batch.tokens_T.device, window=window, chunk=chunk)
+            static.documents.masks[window, chunk] = type(mask)(mask.first_key.clone(), mask.last_query.clone())
         # What ran before keeps its memory in the allocator, where a graph's own pool cannot use it.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -156,8 +158,8 @@ def can_graph(config: TrainConfig, model: LossModule) -> bool:
 
     Pairs of answers must keep their documents; noise on embeddings depends on the documents' lengths.
     """
-    is_fused = isinstance(model, Model) and model.is_fused
-    return is_fused and config.cuda_graphs and config.method == "sft" and not config.neftune_noise_alpha
+    can_capture = isinstance(model, Model) and model.can_capture
+    return can_capture and config.cuda_graphs and config.method == "sft" and not config.neftune_noise_alpha
 
 
 def filled_up(batch: Batch) -> Batch:
@@ -190,8 +192,7 @@ def _overwrite(static: Batch, batch: Batch) -> None:
     """Put a batch where a graph reads."""
     for name in ("tokens_T", "positions_T", "targets_T", "supervised"):
         getattr(static, name).copy_(getattr(batch, name))
-    if batch.documents.common_length is None:
-        device = batch.tokens_T.device
-        new, old = batch.documents.mask(device), static.documents.mask(device)
+    for (window, chunk), old in static.documents.masks.items():
+        new = batch.documents.mask(batch.tokens_T.device, window=window, chunk=chunk)
         old.first_key.copy_(new.first_key)
         old.last_query.copy_(new.last_query)

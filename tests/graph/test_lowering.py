@@ -19,7 +19,14 @@ GRAPH = Graph((), 0, window=0, window_type="none", is_causal=True, uses_alibi=Fa
 FRAME = Frame(Batch.from_documents([([1, 2, 3], [1, 2, 3])]), torch.arange(3))
 # These have files of tests of their own.
 ELSEWHERE = {
-    *("FLASH_ATTN_EXT", "FLASH_ATTN_EXT.kq_mask", "FLASH_ATTN_EXT.kq_mask_swa", "SOFT_MAX"),
+    *(
+        "FLASH_ATTN_EXT",
+        "FLASH_ATTN_EXT.kq_mask",
+        "FLASH_ATTN_EXT.kq_mask_swa",
+        "SOFT_MAX",
+        "LATENT_ATTENTION.kq_mask",
+        "LATENT_ATTENTION.kq_mask_swa",
+    ),
     *("ROPE", "ROPE_BACK"),
     *("GATED_DELTA_NET", "RWKV_WKV6", "RWKV_WKV7", "SSM_CONV", "SSM_SCAN"),
     *("CONCAT.empty", "GATED_DELTA_NET.empty", "RWKV_WKV6.empty", "RWKV_WKV7.empty"),

@@ -48,7 +48,7 @@ def test_a_value_that_later_blocks_read_crosses_the_cut() -> None:
     parts, _ = regions(program, LEAVES, 9)
     assert parts[1].outputs == (3, 5)
     assert parts[2].inputs == (5, 3) and parts[2].outputs == (8,)
-    assert dead_after(parts, 9) == [[], [1], [3, 5], [8]]
+    assert dead_after(parts, [9]) == [[], [1], [3, 5], [8]]
 
 
 def test_a_step_with_weights_of_two_blocks_joins_them() -> None:

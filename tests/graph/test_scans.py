@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pyggtrain.graph import scans
 from pyggtrain.graph.scans import gated_delta_rule, rwkv_6, rwkv_7, state_space, state_space_by_state
 
 LENGTHS = [1, 15, 16, 17, 64, 65, 130]
@@ -81,6 +82,19 @@ def test_state_space(length: int, size: float) -> None:
     decay = (-size * random(2, length, 3, seed=1).abs()).detach().requires_grad_()
     inputs = [random(2, length, 3, 4, seed=0), decay, random(2, length, 3, 5, seed=2), random(2, length, 3, 5, seed=3)]
     assert_equal_with_gradients(state_space, state_space_steps, [*inputs, random(2, 3, 4, 5, seed=4)])
+
+
+def test_state_space_of_heads_in_groups_and_of_several_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scans, "SPAN", 128)
+    decay = -random(1, 200, 4, seed=1).abs().detach()
+    x, b, c = (random(1, 200, heads, size, seed=heads + size) for heads, size in ((4, 3), (2, 5), (2, 6)))
+    c = c[..., :5]
+
+    def steps(x, decay, b, c, state):  # type: ignore[no-untyped-def]
+        b, c = (part.repeat_interleave(2, 2) for part in (b, c))
+        return state_space_steps(x, decay, b, c, state)
+
+    assert_equal_with_gradients(state_space, steps, [x, decay.requires_grad_(), b, c, random(1, 4, 3, 5, seed=4)])
 
 
 @pytest.mark.parametrize("size", SIZES)

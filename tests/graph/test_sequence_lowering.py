@@ -104,6 +104,23 @@ def test_attention_by_the_meaning_of_its_mask_equals_attention_with_that_mask(op
     torch.testing.assert_close(found, kernel_of("FLASH_ATTN_EXT", params)(FRAME, q, k, v, mask, sinks))
 
 
+@pytest.mark.parametrize("mask", ["kq_mask", "kq_mask_swa"])
+def test_latent_attention_is_attention_to_latent_rows_multiplied_the_other_way_round(mask: str) -> None:
+    q, q_rotated, c, k_rotated = (
+        random(*shape, seed=seed) for seed, shape in enumerate([(1, 2, 5, 3), (1, 5, 2, 4), (1, 1, 5, 6), (1, 5, 1, 4)])
+    )
+    w_k, w_v = random(1, 2, 6, 3, seed=5), random(1, 2, 7, 6, seed=6)
+    kernel = kernel_of(f"LATENT_ATTENTION.{mask}", {0: 0.4})
+    absorbed = torch.cat([(q @ w_k.transpose(-1, -2)).transpose(1, 2), q_rotated], -1)
+    latent = torch.cat([c.reshape(1, 5, 1, 6), k_rotated], -1)
+    attended = kernel_of(f"FLASH_ATTN_EXT.{mask}", {0: 0.4})(
+        FRAME, absorbed.transpose(1, 2), latent.transpose(1, 2), c.reshape(1, 1, 5, 6)
+    )
+    inputs = q, q_rotated, c, k_rotated, w_k, w_v
+    torch.testing.assert_close(kernel(FRAME, *inputs), attended.transpose(1, 2) @ w_v.transpose(-1, -2))
+    check_gradients(kernel, *inputs)
+
+
 # Rotation
 
 

@@ -10,13 +10,18 @@ from pyggtrain.gguf import GGUFFile
 from pyggtrain.gguf.requantize import requantize
 from pyggtrain.graph import rewrite
 from pyggtrain.graph.model import ImportedModel
-from pyggtrain.graph.verify import BOUND_F32, BOUND_QUANTISED, NOISE_FACTOR, relative_error, verify
+from pyggtrain.graph.verify import BOUND_F32, BOUND_QUANTISED, NOISE_FACTOR, bound_of, relative_error, verify
 
 
 def test_a_float_file_agrees_to_rounding(tiny_llama_path: Path) -> None:
     file = GGUFFile.open(tiny_llama_path)
     found = verify(file, ImportedModel(file, compute="exact"))
     assert found.bound == BOUND_F32 and found.error < 1e-5 and found.kl < 1e-8 and found.num_tokens == 64
+
+
+def test_half_precision_is_given_the_room_of_a_quantised_file(tiny_llama_path: Path) -> None:
+    file = GGUFFile.open(tiny_llama_path)
+    assert bound_of(file, torch.float32) == BOUND_F32 and bound_of(file, torch.bfloat16) == BOUND_QUANTISED
 
 
 def test_a_quantised_file_agrees_to_the_noise_of_8_bit_activations(smollm2_path: Path) -> None:

@@ -3,6 +3,7 @@ Triton's interpreter) and those of a CPU.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 
 from pyggtrain import ops
 from pyggtrain.gguf import quantize_tensor
+from pyggtrain.graph.masked_attention import Mask, masked_attention
 from pyggtrain.models.llama import Block, Config
 from pyggtrain.nn import FusedLayer, QuantLinear
 from pyggtrain.nn.quant_linear import LoraPair
+from pyggtrain.ops.attention import Variant
 from pyggtrain.ops.fused import Kept
 from pyggtrain.ops.rope import RopeTables, cpu_rope
 
@@ -83,7 +86,7 @@ def halves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Whose halves run."""
     if request.param == "cpu" and torch.cuda.is_available():
         pytest.skip("here those of the GPU run")
-    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda x: request.param == "cpu")
+    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: request.param == "cpu")
     return str(request.param)
 
 
@@ -124,8 +127,34 @@ def test_without_pairs_there_is_still_a_gradient_of_the_input(compare: Callable[
     compare([0, 9], Kept(), pairs="none")
 
 
+@pytest.mark.parametrize("kept", [Kept(), Kept(attention=False)], ids=["matmuls", "layers"])
+def test_attention_with_window_softcap_sinks_a_bias_behind_it_and_no_rotation(
+    device: torch.device, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
+    block = make_block(device, pairs="some")
+    generator = torch.Generator().manual_seed(7)
+    sinks_H, bias = (torch.randn(size, generator=generator).to(device) for size in (HEADS, WIDTH))
+    block.attn_output.bias = bias
+    x = torch.randn(19, WIDTH, generator=generator).to(device).requires_grad_()
+    documents = ops.Documents(torch.tensor([0, 13, 19], dtype=torch.int32))
+    half = replace(block.fused().attention, variant=Variant(window=4, softcap=2.0, sinks_H=sinks_H))
+    y = block.attn_norm(x)
+    q, k, v = (linear(y).unflatten(1, (-1, HEAD)) for linear in (block.attn_q, block.attn_k, block.attn_v))
+    o = masked_attention(
+        q, k, v, documents, softmax_scale=HEAD**-0.5, mask=Mask("standard", 4), softcap=2.0, sinks_H=sinks_H
+    )
+    wanted = x + block.attn_output(o.flatten(1))
+    found = half(x, None, documents, kept)
+    weight = torch.randn(19, WIDTH, generator=generator).to(device)
+    parameters = [x, *(parameter for linear in half.linears for parameter in linear.parameters())]
+    results = [(one, *torch.autograd.grad((one * weight).sum(), parameters)) for one in (found, wanted)]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))
+
+
 def test_kept_gate_and_up_serve_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda x: False)
+    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
     block = make_block(device)
     x = torch.randn(4, WIDTH, device=device, requires_grad=True)
     tables = RopeTables(torch.ones(4, HEAD // 2, device=device), torch.zeros(4, HEAD // 2, device=device), "NORM")

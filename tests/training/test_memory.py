@@ -238,6 +238,26 @@ def test_need_of_a_gpu_grows_with_the_tokens(tiny_llama_path, monkeypatch):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_micro_batch_that_a_gpu_cannot_hold_needs_at_least_what_is_free(tiny_llama_path, monkeypatch):
+    model = models.load(GGUFFile.open(tiny_llama_path))
+    attach(model, LORA, seed=1)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda device: 40 * 2**20)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    card = Card(monkeypatch)
+
+    class FullCard(CardsObjective):
+        def loss(self, batch):
+            if batch.num_tokens > 512:
+                raise torch.OutOfMemoryError("full")
+            return super().loss(batch)
+
+    need = MeasuredNeed(FullCard(model, card), model, CPU)
+    assert need.parts("none", [row(4000)])["activations"] == 40 * 2**20
+    # Foretold by the two short ones: 10 MiB and 3 KiB for each token.
+    assert need.parts("none", [row(20000)])["activations"] == 10 * 2**20 + 3 * 2**10 * 20000
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 A_PLAN = MemoryPlan("none", 2, 500, "cpu", {"base file": 2**20, "activations": 2**20}, None, 2**30)
 
 

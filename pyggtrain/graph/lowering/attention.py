@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.frame import Frame, in_full
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.kernel import Kernel, Lowering
 from pyggtrain.graph.masked_attention import Mask, alibi_slopes, dense_attention, masked_attention
@@ -47,6 +47,7 @@ def _flash_attention(meaning: str | None) -> Lowering:
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             sinks_H = None if sinks is None else sinks.reshape(-1)
+            q, k, v = (frame.rounded(x) for x in (q, k, v))
             if mask is not None:
                 q_THK, k_TNK, v_TNV = (_tokens_first(x) for x in (q, k, v))
                 o_THV = masked_attention(
@@ -83,6 +84,48 @@ def _flash_attention(meaning: str | None) -> Lowering:
     return lowering
 
 
+def _latent_attention(meaning: str) -> Lowering:
+    """Attention whose keys and values are made from latent rows, see `graph.latent_attention`."""
+
+    def lowering(graph: Graph, node: Node) -> Kernel:
+        mask = mask_of(graph, meaning)
+
+        def kernel(
+            frame: Frame,
+            q: torch.Tensor,
+            q_rotated: torch.Tensor,
+            c: torch.Tensor,
+            k_rotated: torch.Tensor,
+            w_k: torch.Tensor,
+            w_v: torch.Tensor,
+        ) -> torch.Tensor:
+            """q [1, H, T, K], q_rotated [1, T, H, R], c [.., T, L], k_rotated [1, T, 1, R], w_k [1, H, L, K], w_v [1,
+            H, V, L] -> [1, H, T, V].
+            """
+            q, q_rotated, c, k_rotated, w_k, w_v = (frame.rounded(x) for x in (q, q_rotated, c, k_rotated, w_k, w_v))
+            num_heads, num_tokens = q.shape[1:3]
+            c_TL = c.reshape(num_tokens, -1)
+            w_k, w_v = (weight[0].to(c_TL.dtype) for weight in (w_k, w_v))
+            q_THK = torch.cat([q[0].transpose(0, 1), q_rotated[0]], -1)
+            k_THK = torch.mm(c_TL, w_k.transpose(0, 1).flatten(1)).unflatten(1, (num_heads, -1))
+            k_THK = torch.cat([k_THK, k_rotated[0].expand(-1, num_heads, -1)], -1)
+            v_THV = torch.mm(c_TL, w_v.flatten(0, 1).t()).unflatten(1, (num_heads, -1))
+            o_THV = masked_attention(
+                q_THK,
+                k_THK,
+                v_THV,
+                frame.batch.documents,
+                softmax_scale=node.number(0),
+                mask=mask,
+                softcap=node.number(2),
+            )
+            return o_THV.transpose(0, 1).unsqueeze(0)
+
+        return kernel
+
+    return lowering
+
+
 def _soft_max(graph: Graph, node: Node) -> Kernel:
     """softmax(scale x + slope mask) over the last dimension, with a sink in the denominator if there is one."""
     scale, max_bias = node.number(0), node.number(1)
@@ -91,7 +134,7 @@ def _soft_max(graph: Graph, node: Node) -> Kernel:
     def kernel(
         frame: Frame, x: torch.Tensor, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        scores = x * scale
+        scores = in_full(x) * scale
         if mask is not None:
             bias = mask[:, :, : x.shape[2]].to(scores.dtype)
             if bias.shape[1] not in (1, scores.shape[1]):
@@ -128,5 +171,7 @@ LOWERINGS: dict[str, Lowering] = {
     "FLASH_ATTN_EXT": _flash_attention(None),
     "FLASH_ATTN_EXT.kq_mask": _flash_attention("kq_mask"),
     "FLASH_ATTN_EXT.kq_mask_swa": _flash_attention("kq_mask_swa"),
+    "LATENT_ATTENTION.kq_mask": _latent_attention("kq_mask"),
+    "LATENT_ATTENTION.kq_mask_swa": _latent_attention("kq_mask_swa"),
     "SOFT_MAX": _soft_max,
 }

@@ -18,8 +18,17 @@ def repeated(b: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Lowering:
+    """Of two kinds of float the result is that of the larger operand: a weight or a router's factors that are spread
+    over activations do not make them float32.
+    """
+
     def lowering(graph: Graph, node: Node) -> Kernel:
-        return lambda frame, a, b: function(a, repeated(b, a.shape))
+        def kernel(frame: Frame, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            is_spread = b.numel() < a.numel() and b.is_floating_point() and a.is_floating_point()
+            b = repeated(b, a.shape)
+            return function(a, b.to(a.dtype) if is_spread else b)
+
+        return kernel
 
     return lowering
 
@@ -45,7 +54,7 @@ def _add_id(graph: Graph, node: Node) -> Kernel:
     """x[t, k] + bias[ids[t, k]]: biases of the chosen experts."""
 
     def kernel(frame: Frame, x: torch.Tensor, bias: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return x + bias[0, 0][ids[0, 0].long()]
+        return x + bias[0, 0].to(x.dtype)[ids[0, 0].long()]
 
     return kernel
 

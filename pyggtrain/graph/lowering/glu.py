@@ -33,7 +33,7 @@ def _on_gate_and_up(node: Node, function: Callable[[torch.Tensor, torch.Tensor],
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    if gate.dtype == torch.float32:
+    if gate.dtype == up.dtype and (gate.dtype == torch.float32 or gate.is_cuda):
         return ops.swiglu(gate, up)
     return functional.silu(gate) * up
 

@@ -34,7 +34,7 @@ def _post(graph: Graph, node: Node) -> Kernel:
         frame: Frame, y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor | None = None
     ) -> torch.Tensor:
         added = y.squeeze(0).unsqueeze(2) * post.squeeze(0).unsqueeze(-1)
-        return added + (x if comb is None else comb.transpose(-1, -2) @ x)
+        return added + (x if comb is None else comb.to(x.dtype).transpose(-1, -2) @ x)
 
     return kernel
 

@@ -6,7 +6,7 @@ import torch
 
 from pyggtrain import ops
 from pyggtrain.errors import UnsupportedError
-from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.frame import Frame, in_full
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.kernel import Kernel, Lowering
 
@@ -16,10 +16,10 @@ def _rms_norm(graph: Graph, node: Node) -> Kernel:
     eps = node.number(0)
 
     def kernel(frame: Frame, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        if weight is not None and x.dtype == torch.float32:
+        if weight is not None and (x.dtype == torch.float32 or x.is_cuda):
             return ops.rms_norm(x, weight.reshape(-1), eps=eps)
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        return y if weight is None else y * weight
+        y: torch.Tensor = in_full(x) * torch.rsqrt(in_full(x).square().mean(-1, keepdim=True) + eps)
+        return (y if weight is None else y * weight).to(x.dtype)
 
     return kernel
 
@@ -33,7 +33,12 @@ def _norm(graph: Graph, node: Node) -> Kernel:
 def _l2_norm(graph: Graph, node: Node) -> Kernel:
     """x / max(|x|, eps)."""
     eps = node.number(0)
-    return lambda frame, x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=eps)
+
+    def kernel(frame: Frame, x: torch.Tensor) -> torch.Tensor:
+        numbers = in_full(x)
+        return (numbers / torch.linalg.vector_norm(numbers, dim=-1, keepdim=True).clamp(min=eps)).to(x.dtype)
+
+    return kernel
 
 
 def _group_norm(graph: Graph, node: Node) -> Kernel:
@@ -60,7 +65,7 @@ def _mean(graph: Graph, node: Node) -> Kernel:
 
 
 def _cumsum(graph: Graph, node: Node) -> Kernel:
-    return lambda frame, x: x.cumsum(-1)
+    return lambda frame, x: in_full(x).cumsum(-1)
 
 
 def _pool_2d(graph: Graph, node: Node) -> Kernel:

@@ -6,6 +6,7 @@ rotated number.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from pyggtrain.errors import UnsupportedError
 from pyggtrain.graph.frame import Frame
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.kernel import Kernel, Lowering
-from pyggtrain.nn import RopeSettings, YarnSettings
+from pyggtrain.nn import RopeSettings, RopeTableCache, YarnSettings
 from pyggtrain.ops import RopeTables
 from pyggtrain.ops.rope import Pairing
 
@@ -64,9 +65,9 @@ class _Angles:
             sections=tuple(node.integer(index) for index in range(11, 15)),
         )
 
-    def tables(self, positions: torch.Tensor, factors: torch.Tensor | None, num_tokens: int) -> RopeTables:
+    def settings(self, factors: torch.Tensor | None) -> RopeSettings:
         yarn = YarnSettings(self.original_context_length, self.beta_fast, self.beta_slow) if self.ext_factor else None
-        settings = RopeSettings(
+        return RopeSettings(
             dimension_count=self.dimension_count,
             freq_base=self.freq_base,
             pairing=_PAIRINGS[self.mode],
@@ -74,7 +75,10 @@ class _Angles:
             yarn=yarn,
             freq_factors=None if factors is None else factors.reshape(-1)[: self.dimension_count // 2],
         )
-        tables = settings.tables(positions.reshape(-1)[:num_tokens].long())
+
+    def tables(self, positions_T: torch.Tensor, factors: torch.Tensor | None) -> RopeTables:
+        settings = self.settings(factors)
+        tables = settings.tables(positions_T)
         # `settings` knows the magnitude of a file's keys; here it is the operation's own.
         correction = self.magnitude / settings.magnitude()
         cos_TP, sin_TP = tables.cos_TP * correction, tables.sin_TP * correction
@@ -95,20 +99,56 @@ class _Angles:
         return [pair for pair, place in enumerate(places) if place >= t + h + w]
 
 
+@dataclass(frozen=True, eq=False)
+class _Rotation:
+    """Angles, and the factors of a file; makes tables as `RopeSettings` does."""
+
+    angles: _Angles
+    factors: torch.Tensor | None
+
+    def tables(self, positions_T: torch.Tensor) -> RopeTables:
+        return self.angles.tables(positions_T, self.factors)
+
+
+# Inputs that hold the positions of the batch's tokens.
+_POSITIONS = (("positions",), ("positions_4",))
+
+# (frame, values of positions and factors, number of tokens) -> their cos and sin.
+Tables = Callable[[Frame, torch.Tensor, torch.Tensor | None, int], RopeTables]
+
+
+def tables_of(graph: Graph, node: Node) -> Tables:
+    """How the tables of a rotation are found in each run. Those of the batch's own positions are made once for all
+    runs.
+    """
+    angles = _Angles.read(node)
+    leaves = [None if source is None else graph.nodes[source] for source in node.sources[1:]]
+    names = tuple(None if leaf is None else leaf.name for leaf in leaves)
+    is_of_batch = all(leaf is None or leaf.is_leaf for leaf in leaves) and names[:1] in _POSITIONS
+    key = angles, names if is_of_batch else node.sources[1:]
+
+    def tables(frame: Frame, positions: torch.Tensor, factors: torch.Tensor | None, num_tokens: int) -> RopeTables:
+        found = frame.rope_tables.get(key)
+        if found is None and is_of_batch:
+            cache = frame.rope_caches.setdefault(key, RopeTableCache(_Rotation(angles, factors)))
+            found = cache.tables(frame.batch)
+        elif found is None:
+            found = angles.tables(positions.flatten()[:num_tokens].long(), factors)
+        frame.rope_tables[key] = found
+        return found
+
+    return tables
+
+
 def _rope(is_inverse: bool) -> Lowering:
     def lowering(graph: Graph, node: Node) -> Kernel:
-        angles = _Angles.read(node)
+        tables_in = tables_of(graph, node)
         first = node.integer(15)
-        key = (angles, node.sources[1:])
 
         def kernel(
             frame: Frame, x: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None = None
         ) -> torch.Tensor:
-            num_tokens = x.shape[1]
-            tables = frame.rope_tables.get(key)
-            if tables is None:
-                tables = angles.tables(positions, factors, num_tokens)
-                frame.rope_tables[key] = tables
+            tables = tables_in(frame, positions, factors, x.shape[1])
             if is_inverse:
                 tables = RopeTables(tables.cos_TP, -tables.sin_TP, tables.pairing)
             x_THK = x.squeeze(0)

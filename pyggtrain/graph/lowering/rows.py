@@ -2,7 +2,7 @@
 
 import torch
 
-from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.frame import Frame, in_full
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.kernel import Kernel, Lowering
 
@@ -49,7 +49,7 @@ def _lightning_indexer(graph: Graph, node: Node) -> Kernel:
     """
 
     def kernel(frame: Frame, q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        scores = torch.relu(q.transpose(1, 2) @ k.to(q.dtype).permute(0, 2, 3, 1))
+        scores = torch.relu(in_full(q).transpose(1, 2) @ in_full(k).to(in_full(q).dtype).permute(0, 2, 3, 1))
         return (w.permute(0, 3, 2, 1) * scores).sum(1, keepdim=True) + mask.to(scores.dtype)
 
     return kernel

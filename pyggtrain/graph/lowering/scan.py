@@ -7,13 +7,14 @@ reads no state and begins anew with each document.
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from itertools import pairwise
 
 import torch
 from torch.nn import functional
 
 from pyggtrain import ops
-from pyggtrain.graph.frame import Frame
+from pyggtrain.graph.frame import Frame, in_full
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.kernel import Kernel, Lowering
 from pyggtrain.graph.scans import gated_delta_rule, rwkv_6, rwkv_7, state_space, state_space_by_state
@@ -26,6 +27,13 @@ def _ssm_conv(graph: Graph, node: Node) -> Kernel:
 
     def kernel(frame: Frame, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         num_channels, width = weight.shape[-2:]
+        if x.is_cuda:
+            # A sum of shifted rows: a few passes over memory, where torch's depthwise convolution has no fast kernel.
+            x_STC = in_full(x[0].transpose(1, 2))
+            weight_CW = weight.reshape(num_channels, width)
+            num_tokens = x_STC.shape[1] - width + 1
+            parts = (x_STC[:, place : place + num_tokens] * weight_CW[:, place] for place in range(width))
+            return reduce(torch.add, parts).to(x.dtype).unsqueeze(0)
         y = functional.conv1d(x[0], weight.to(x.dtype).reshape(num_channels, 1, width), groups=num_channels)
         return y.transpose(1, 2).unsqueeze(0)
 
@@ -83,12 +91,13 @@ def _selective_scan(
     state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y [Q, T, H, P] and the last state; dt [Q, T, H], the rest as for `_ssm_scan`."""
+    state, x, dt, b, c = (in_full(part) for part in (state, x, dt, b, c))
     num_heads = x.shape[2]
     delta = functional.softplus(dt, threshold=20)
-    b, c = (part.repeat_interleave(num_heads // part.shape[2], 2) for part in (b, c))
     a = a.to(x.dtype).reshape(num_heads, -1)
     if a.shape[1] == 1:
         return state_space(x * delta.unsqueeze(-1), delta * a.squeeze(1), b, c, state)
+    b, c = (part.repeat_interleave(num_heads // part.shape[2], 2) for part in (b, c))
     return state_space_by_state(x * delta.unsqueeze(-1), delta.unsqueeze(-1) * a, b, c, state)
 
 
@@ -109,6 +118,7 @@ def _gated_delta_net(graph: Graph, node: Node) -> Kernel:
         beta: torch.Tensor,
         state: torch.Tensor,
     ) -> torch.Tensor:
+        q, k, v, g, beta, state = (in_full(x) for x in (q, k, v, g, beta, state))
         num_sequences, num_tokens, num_heads, width = v.shape
         q, k = (x.repeat(num_sequences // x.shape[0], 1, num_heads // x.shape[2], 1) for x in (q, k))
         state = state.reshape(num_sequences, num_heads, width, -1)
@@ -137,6 +147,7 @@ def _gated_delta_net_empty(graph: Graph, node: Node) -> Kernel:
     def kernel(
         frame: Frame, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
     ) -> torch.Tensor:
+        q, k, v = (frame.rounded(x) for x in (q, k, v))
         _, _, num_heads, width = v.shape
         scale = 1 / math.sqrt(width)
         if g.shape[-1] == 1:
@@ -144,7 +155,7 @@ def _gated_delta_net_empty(graph: Graph, node: Node) -> Kernel:
             log_decay_TG, beta_TG = (_at_least_float32(gate[0, ..., 0], v) for gate in (g, beta))
             return ops.gated_delta_rule(q[0], k[0], v[0], log_decay_TG, beta_TG, chunks, scale=scale).unsqueeze(0)
         q, k = (x.repeat(1, 1, num_heads // x.shape[2], 1) for x in (q, k))
-        state = v.new_zeros(1, num_heads, width, q.shape[-1])
+        state = in_full(v).new_zeros(1, num_heads, width, q.shape[-1])
 
         def of_document(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
@@ -197,6 +208,7 @@ def _wkv6(
     state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, r: torch.Tensor, w: torch.Tensor, u: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y and the last state, whose rows are ggml's columns."""
+    state, k, v, r, w = (in_full(x) for x in (state, k, v, r, w))
     y, state = rwkv_6(k, v, r, w, u.to(k.dtype).reshape(k.shape[-2:]), state.transpose(-1, -2))
     return y, state.transpose(-1, -2)
 
@@ -218,8 +230,8 @@ def _rwkv_wkv7(graph: Graph, node: Node) -> Kernel:
         state: torch.Tensor,
     ) -> torch.Tensor:
         num_heads, width = k.shape[-2:]
-        states = state.reshape(-1, num_heads, width, width)
-        r, w, k, v, a, b = (x.reshape(states.shape[0], -1, num_heads, width) for x in (r, w, k, v, a, b))
+        states = in_full(state).reshape(-1, num_heads, width, width)
+        r, w, k, v, a, b = (in_full(x).reshape(states.shape[0], -1, num_heads, width) for x in (r, w, k, v, a, b))
         y, states = rwkv_7(r, w, k, v, a, b, states)
         return _with_states(y, [states], frame.shape(node.shape))
 
@@ -231,7 +243,7 @@ def _rwkv_wkv7_empty(graph: Graph, node: Node) -> Kernel:
 
     def kernel(frame: Frame, *parts: torch.Tensor) -> torch.Tensor:
         num_heads, width = parts[0].shape[-2:]
-        state = parts[0].new_zeros(1, num_heads, width, width)
+        state = in_full(parts[0]).new_zeros(1, num_heads, width, width)
         values = [x.reshape(1, -1, num_heads, width) for x in parts]
         return _each_document(frame, lambda r, w, k, v, a, b: rwkv_7(r, w, k, v, a, b, state)[0], *values)
 
@@ -251,7 +263,10 @@ def _concat_empty(graph: Graph, node: Node) -> Kernel:
 
 
 def _each_document(frame: Frame, of_document: Callable[..., torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
-    """What a function gives for each document's part of the values [1, T, ..], one after another."""
+    """What a function gives for each document's part of the values [1, T, ..], one after another, in float32 at
+    least.
+    """
+    values = tuple(in_full(x) for x in values)
     outputs = [of_document(*(x[:, start:end] for x in values)) for start, end in pairwise(frame.batch.documents.bounds)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 

@@ -5,15 +5,18 @@ Kept by forward: x, and if so told rotated q k v and attention's output. Backwar
     d_o   = dy W_o                               d_W_o's pair from dy and attention's output
     d_qkv = rope⁻¹(attention backward(d_o))      d_W_qkv's pairs from d_qkv and norm(x), made again
     dx    = dy + norm backward(d_qkv W_qkv)
+
+Some models norm each head of q and k before they turn it. Then q k v are kept as the product gave them: norm and
+rotation are passes over memory, and backward makes them again, since the norm's gradient wants what went into it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from pyggtrain.ops.attention import Documents, gpu_attention_backward, gpu_attention_forward
+from pyggtrain.ops.attention import PLAIN, Documents, Variant, gpu_attention_backward, gpu_attention_forward
 from pyggtrain.ops.fused.kept import Kept
 from pyggtrain.ops.fused.linear_group import ExtendedWeight, LinearGroup, Pair, heads_of, pairs_of
 from pyggtrain.ops.rope import RopeTables
@@ -27,9 +30,11 @@ class AttentionBlock:
         norm_weight: float32 [D]. eps: of the norm.
         qkv: q, k and v, or one linear that gives all three.
         output: W_o, one linear.
-        bias: [(H + 2 N) K] in x's dtype, added to q, k and v, or None.
+        bias: [(H + 2 N) K] in x's dtype, added to q, k and v, or None. output_bias: [D], to the result, or None.
         num_heads, num_kv_heads, head_width: H, N, K.
         softmax_scale: multiplies q·k.
+        head_norms: float32 [K] weights of the norms of q's and of k's heads, or None. head_eps: of both.
+        variant: what is not plain in attention.
     """
 
     norm_weight: torch.Tensor
@@ -41,10 +46,30 @@ class AttentionBlock:
     num_kv_heads: int
     head_width: int
     softmax_scale: float
+    output_bias: torch.Tensor | None = None
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    head_eps: float = 0.0
+    variant: Variant = PLAIN
 
     @property
     def head_counts(self) -> tuple[int, int, int]:
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
+
+
+class _Norms(NamedTuple):
+    """q and k before the norms of their heads, [T heads, K], and 1 / rms of each head, float32 [T heads]."""
+
+    before: tuple[torch.Tensor, torch.Tensor]
+    inverse_rms: tuple[torch.Tensor, torch.Tensor]
+
+
+class _Heads(NamedTuple):
+    """q, k, v as attention reads them, each [T, heads, K], and what their norms' backward wants."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    norms: _Norms | None = None
 
 
 @dataclass(eq=False)
@@ -52,7 +77,7 @@ class _Run:
     """Constants of one call, and what is kept outside autograd's saved tensors."""
 
     block: AttentionBlock
-    tables: RopeTables
+    tables: RopeTables | None
     documents: Documents
     kept: Kept
     qkv: ExtendedWeight | None = None
@@ -68,21 +93,67 @@ class _Run:
             setattr(self, name, made)
         return made
 
-    def rotated(self, buffer: torch.Tensor, weight: ExtendedWeight) -> torch.Tensor:
-        """q, k, v [T, (H + 2 N) K] after rotation."""
-        from pyggtrain.kernels.rope import rope_forward
-
+    def product(self, buffer: torch.Tensor, weight: ExtendedWeight) -> torch.Tensor:
+        """What is kept of q, k, v [T, (H + 2 N) K]: after rotation, or before the norms of heads."""
         block = self.block
         qkv = weight.forward(buffer)
         if block.bias is not None:
             qkv += block.bias
-        (turned,) = heads_of(qkv, (block.num_heads + block.num_kv_heads,), block.head_width)
-        rope_forward(turned, self.tables.cos_TP, self.tables.sin_TP, is_neox=self.tables.pairing == "NEOX", out=turned)
+        if block.head_norms is None:
+            (turned,) = heads_of(qkv, (block.num_heads + block.num_kv_heads,), block.head_width)
+            self._turn_(turned)
         return qkv
 
-    def attention(self, qkv: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        q, k, v = heads_of(qkv, self.block.head_counts, self.block.head_width)
-        return gpu_attention_forward(q, k, v, self.documents, self.block.softmax_scale)
+    def heads(self, qkv: torch.Tensor) -> _Heads:
+        """q, k and v from what `product` gave."""
+        from pyggtrain.kernels.rms_norm import rms_norm_forward
+
+        block = self.block
+        q, k, v = heads_of(qkv, block.head_counts, block.head_width)
+        if block.head_norms is None:
+            return _Heads(q, k, v)
+        before_q, before_k = (x.reshape(-1, block.head_width) for x in (q, k))
+        norm_q, norm_k = block.head_norms
+        normed_q, _, rms_q = rms_norm_forward(before_q, norm_q, eps=block.head_eps)
+        normed_k, _, rms_k = rms_norm_forward(before_k, norm_k, eps=block.head_eps)
+        q, k = normed_q.view(q.shape), normed_k.view(k.shape)
+        self._turn_(q)
+        self._turn_(k)
+        return _Heads(q, k, v, _Norms((before_q, before_k), (rms_q, rms_k)))
+
+    def _turn_(self, heads: torch.Tensor) -> None:
+        from pyggtrain.kernels.rope import rope_forward
+
+        if (tables := self.tables) is not None:
+            rope_forward(heads, tables.cos_TP, tables.sin_TP, is_neox=tables.pairing == "NEOX", out=heads)
+
+    def heads_backward(
+        self, gradients: tuple[torch.Tensor, ...], norms: _Norms | None, places: list[torch.Tensor]
+    ) -> None:
+        """From gradients of q, k, v as attention read them to those of the product, in `places`. Some are overwritten
+        on the way.
+        """
+        from pyggtrain.kernels.columns import copy_columns_
+        from pyggtrain.kernels.rms_norm import rms_norm_backward
+        from pyggtrain.kernels.rope import rope_backward
+
+        head_norms, tables = self.block.head_norms, self.tables
+        for index, (gradient, place) in enumerate(zip(gradients[:2], places[:2], strict=True)):
+            gradient = gradient.contiguous()
+            if tables is not None:
+                turned = place if norms is None else gradient
+                is_neox = tables.pairing == "NEOX"
+                gradient = rope_backward(gradient, tables.cos_TP, tables.sin_TP, is_neox=is_neox, out=turned)
+            if norms is not None and head_norms is not None:
+                flat = gradient.view(-1, self.block.head_width)
+                rms_norm_backward(flat, norms.before[index], head_norms[index], norms.inverse_rms[index], out=flat)
+            if gradient is not place:
+                copy_columns_(place.flatten(1), gradient.flatten(1))
+        copy_columns_(places[2].flatten(1), gradients[2].flatten(1))
+
+    def attention(self, heads: _Heads) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        block = self.block
+        return gpu_attention_forward(heads.q, heads.k, heads.v, self.documents, block.softmax_scale, block.variant)
 
 
 class _AttentionFunction(torch.autograd.Function):
@@ -92,9 +163,9 @@ class _AttentionFunction(torch.autograd.Function):
         weight = run.weight("qkv", pairs[:-1], x.dtype)
         buffer, _ = weight.normed(x, block.norm_weight, eps=block.eps)
         low_rank_qkv = weight.fill_low_rank(buffer)
-        qkv = run.rotated(buffer, weight)
+        qkv = run.product(buffer, weight)
         del buffer, weight
-        o_THK, kept = run.attention(qkv)
+        o_THK, kept = run.attention(run.heads(qkv))
         o = o_THK.flatten(1)
         weight = run.weight("output", pairs[-1:], x.dtype)
         num_rows, width = weight.group.num_rows, weight.group.num_columns
@@ -103,6 +174,8 @@ class _AttentionFunction(torch.autograd.Function):
         if weight.padding:
             low_rank_o = o @ weight.values[num_rows:, :width].t()
             y.addmm_(low_rank_o, weight.values[:num_rows, width:].t())
+        if block.output_bias is not None:
+            y += block.output_bias
         ctx.run, ctx.lora = run, lora
         if run.kept.attention:
             ctx.others = [None if isinstance(item, torch.Tensor) else (item,) for item in kept]
@@ -117,7 +190,6 @@ class _AttentionFunction(torch.autograd.Function):
         from pyggtrain.kernels.columns import copy_columns_
         from pyggtrain.kernels.lora import mm_float32
         from pyggtrain.kernels.rms_norm import rms_norm_backward
-        from pyggtrain.kernels.rope import rope_backward
 
         run: _Run = ctx.run
         block, pairs = run.block, pairs_of(ctx.lora)
@@ -127,13 +199,15 @@ class _AttentionFunction(torch.autograd.Function):
         if run.kept.attention:
             qkv, o_THK, *tensors = saved
             kept = tuple(item if other is None else other[0] for item, other in zip(tensors, ctx.others, strict=True))
+            heads = run.heads(qkv)
         else:
             weight = run.weight("qkv", pairs[:-1], x.dtype)
             buffer, _ = weight.normed(x, block.norm_weight, eps=block.eps)
             copy_columns_(buffer[:, d_model:], low_rank_qkv)
-            qkv = run.rotated(buffer, weight)
+            qkv = run.product(buffer, weight)
             del buffer, weight
-            o_THK, kept = run.attention(qkv)
+            heads = run.heads(qkv)
+            o_THK, kept = run.attention(heads)
 
         weight = run.weight("output", pairs[-1:], x.dtype)
         num_rows, width = weight.group.num_rows, weight.group.num_columns
@@ -150,20 +224,24 @@ class _AttentionFunction(torch.autograd.Function):
         else:
             d_o = weight.backward(dy)
         del weight
-        q, k, v = heads_of(qkv, block.head_counts, block.head_width)
-        d_q, d_k, d_v = gpu_attention_backward(
-            d_o.view(num_tokens, block.num_heads, -1), q, k, v, o_THK, kept, run.documents, block.softmax_scale
+        gradients = gpu_attention_backward(
+            d_o.view(num_tokens, block.num_heads, -1),
+            heads.q,
+            heads.k,
+            heads.v,
+            o_THK,
+            kept,
+            run.documents,
+            block.softmax_scale,
+            block.variant,
         )
-        del q, k, v, qkv, o_THK, d_o, kept, saved
+        norms = heads.norms
+        del heads, qkv, o_THK, d_o, kept, saved
 
         weight = run.weight("qkv", pairs[:-1], x.dtype)
         d_qkv = weight.output_buffer(num_tokens)
-        places = heads_of(d_qkv, block.head_counts, block.head_width)
-        is_neox = run.tables.pairing == "NEOX"
-        for gradient, place in ((d_q, places[0]), (d_k, places[1])):
-            rope_backward(gradient, run.tables.cos_TP, run.tables.sin_TP, is_neox=is_neox, out=place)
-        copy_columns_(places[2].flatten(1), d_v.flatten(1))
-        del d_q, d_k, d_v
+        run.heads_backward(gradients, norms, heads_of(d_qkv, block.head_counts, block.head_width))
+        del gradients, norms
         buffer, inverse_rms = weight.normed(x, block.norm_weight, eps=block.eps)
         d_normed = weight.backward(d_qkv)
         qkv_gradients = weight.pair_gradients(d_qkv, buffer[:, :d_model], low_rank_qkv)
@@ -175,7 +253,7 @@ class _AttentionFunction(torch.autograd.Function):
 def attention_block(
     x_TD: torch.Tensor,
     block: AttentionBlock,
-    tables: RopeTables,
+    tables: RopeTables | None,
     documents: Documents,
     pairs: Sequence[Pair],
     *,
@@ -186,7 +264,7 @@ def attention_block(
     Args:
         x_TD: [T, D], contiguous.
         block: the frozen part.
-        tables: rotation of these T tokens.
+        tables: rotation of these T tokens; None: none.
         documents: bounds of the documents.
         pairs: of each linear of `block.qkv`, then that of `block.output`.
         kept: what backward need not compute again.

@@ -29,7 +29,7 @@ class FeedForward:
 
     Attributes:
         norm_weight: float32 [D]. eps: of the norm.
-        gate_up: gate and up, F rows each.
+        gate_up: gate and up, F rows each, or one linear that gives both.
         down: one linear.
     """
 
@@ -80,7 +80,7 @@ class _FeedForwardFunction(torch.autograd.Function):
         block, pairs = run.block, pairs_of(lora)
         num_ff = block.width
         needs_backward = any(ctx.needs_input_grad)
-        gate_up_weight = ExtendedWeight(block.gate_up, pairs[:2], x.dtype)
+        gate_up_weight = ExtendedWeight(block.gate_up, pairs[:-1], x.dtype)
         down: ExtendedWeight | None = None
         z = torch.empty_like(x)
         low_rank_in: list[torch.Tensor] = []
@@ -96,7 +96,7 @@ class _FeedForwardFunction(torch.autograd.Function):
                 # One weight at a time where nothing is lost by it.
                 del gate_up_weight
             if down is None:
-                down = ExtendedWeight(block.down, pairs[2:], x.dtype)
+                down = ExtendedWeight(block.down, pairs[-1:], x.dtype)
             a = down.input_buffer(gate_up.shape[0])
             swiglu_forward(gate_up[:, :num_ff], gate_up[:, num_ff : 2 * num_ff], out=a[:, :num_ff])
             if run.kept.gate_up and needs_backward:
@@ -127,8 +127,8 @@ class _FeedForwardFunction(torch.autograd.Function):
         if run.kept.gate_up and run.gate_up is None:
             raise RuntimeError("a feed-forward half that keeps gate and up overwrites them: backward runs once")
         weights = run.weights or (
-            ExtendedWeight(block.gate_up, pairs[:2], x.dtype),
-            ExtendedWeight(block.down, pairs[2:], x.dtype),
+            ExtendedWeight(block.gate_up, pairs[:-1], x.dtype),
+            ExtendedWeight(block.down, pairs[-1:], x.dtype),
         )
         kept_gate_up, run.gate_up, run.weights = run.gate_up, None, None
         gate_up_weight, down = weights
@@ -167,7 +167,7 @@ def feed_forward(x_TD: torch.Tensor, block: FeedForward, pairs: Sequence[Pair], 
     Args:
         x_TD: [T, D], contiguous.
         block: the frozen part.
-        pairs: of gate, up and down.
+        pairs: of each linear of `block.gate_up`, then that of `block.down`.
         kept: what backward need not compute again.
 
     Returns:

@@ -1,0 +1,263 @@
+"""Models of other architectures in their true shapes and a Q4_K_M-like mix: header, and names, types and sizes of all
+tensors.
+
+Sizes are those of the models' published configurations; names and keys those that llama.cpp reads.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model file without numbers.
+
+    Attributes:
+        name: for a person.
+        architecture: `general.architecture`.
+        keys: metadata without the architecture in front.
+        tensors: name -> (ggml type, shape).
+        experts_used: share of the experts that a token passes.
+    """
+
+    name: str
+    architecture: str
+    keys: dict[str, Any]
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    experts_used: float = 1.0
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        keys = {f"{self.architecture}.{key}": value for key, value in self.keys.items()}
+        return {"general.architecture": self.architecture, "tokenizer.ggml.model": "no_vocab", **keys}
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tensors["token_embd.weight"][1][0]
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of the products with weights in forward and backward of frozen ones: 4 for each number that a token meets."""
+        total = 0.0
+        for name, (type, shape) in self.tensors.items():
+            if len(shape) > 1 and name != "token_embd.weight" and (type != "F32" or "ffn_gate_inp" in name):
+                total += prod(shape) * (self.experts_used if "_exps" in name else 1.0)
+        return 4 * total
+
+
+def more_bits(layer: int, count: int) -> bool:
+    """Layers whose attn_v and ffn_down have Q6_K in Q4_K_M, as llama.cpp's quantiser chooses them."""
+    return layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
+
+
+def _base(vocabulary: int, width: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {
+        "token_embd.weight": ("Q4_K", (vocabulary, width)),
+        "output.weight": ("Q6_K", (vocabulary, width)),
+        "output_norm.weight": ("F32", (width,)),
+    }
+
+
+def _linears(
+    layer: int, count: int, sizes: dict[str, tuple[int, ...]]
+) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    for kind, shape in sizes.items():
+        if "norm" in kind or kind == "ffn_gate_inp":
+            type = "F32"
+        elif kind in ("attn_k_b", "attn_v_b"):
+            # Their rows are shorter than a block of the K types.
+            type = "Q8_0"
+        elif shape[-1] % 256:
+            type = "Q5_0"
+        else:
+            has_more = more_bits(layer, count) and ("_down" in kind or kind in ("attn_v", "attn_kv_a_mqa", "ssm_out"))
+            type = "Q6_K" if has_more else "Q4_K"
+        yield f"blk.{layer}.{kind}.weight", (type, shape)
+
+
+def qwen3moe_30b(layers: int = 48) -> ModelShape:
+    """Qwen3-30B-A3B: 128 experts of 768, 8 for each token."""
+    width, heads, kv, head, experts, used, ff = 2048, 32, 4, 128, 128, 8, 768
+    shape = ModelShape(
+        "Qwen3-30B-A3B Q4_K_M",
+        "qwen3moe",
+        {
+            "block_count": layers,
+            "context_length": 32768,
+            "embedding_length": width,
+            "feed_forward_length": 6144,
+            "attention.head_count": heads,
+            "attention.head_count_kv": kv,
+            "attention.key_length": head,
+            "attention.value_length": head,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.freq_base": 1e6,
+            "expert_count": experts,
+            "expert_used_count": used,
+            "expert_feed_forward_length": ff,
+            "vocab_size": 151936,
+        },
+        _base(151936, width),
+        used / experts,
+    )
+    for layer in range(layers):
+        sizes = {
+            "attn_norm": (width,),
+            "attn_q": (heads * head, width),
+            "attn_k": (kv * head, width),
+            "attn_v": (kv * head, width),
+            "attn_q_norm": (head,),
+            "attn_k_norm": (head,),
+            "attn_output": (width, heads * head),
+            "ffn_norm": (width,),
+            "ffn_gate_inp": (experts, width),
+            "ffn_gate_exps": (experts, ff, width),
+            "ffn_up_exps": (experts, ff, width),
+            "ffn_down_exps": (experts, width, ff),
+        }
+        shape.tensors.update(_linears(layer, layers, sizes))
+    return shape
+
+
+def deepseek2_lite(layers: int = 27) -> ModelShape:
+    """DeepSeek-V2-Lite: latent attention, 64 experts of 1408 (6 for each token) and two shared ones."""
+    width, heads, latent, rope, nope, value = 2048, 16, 512, 64, 128, 128
+    experts, used, ff, dense_ff = 64, 6, 1408, 10944
+    shape = ModelShape(
+        "DeepSeek-V2-Lite 16B Q4_K_M",
+        "deepseek2",
+        {
+            "block_count": layers,
+            "context_length": 32768,
+            "embedding_length": width,
+            "feed_forward_length": dense_ff,
+            "leading_dense_block_count": 1,
+            "attention.head_count": heads,
+            "attention.head_count_kv": 1,
+            "attention.kv_lora_rank": latent,
+            "attention.key_length": latent + rope,
+            "attention.value_length": latent,
+            "attention.key_length_mla": nope + rope,
+            "attention.value_length_mla": value,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.dimension_count": rope,
+            "rope.freq_base": 10000.0,
+            "expert_count": experts,
+            "expert_used_count": used,
+            "expert_shared_count": 2,
+            "expert_feed_forward_length": ff,
+            "expert_weights_scale": 1.0,
+            "vocab_size": 102400,
+        },
+        _base(102400, width),
+        used / experts,
+    )
+    for layer in range(layers):
+        sizes: dict[str, tuple[int, ...]] = {
+            "attn_norm": (width,),
+            "attn_q": (heads * (nope + rope), width),
+            "attn_kv_a_mqa": (latent + rope, width),
+            "attn_kv_a_norm": (latent,),
+            "attn_k_b": (heads, latent, nope),
+            "attn_v_b": (heads, value, latent),
+            "attn_output": (width, heads * value),
+            "ffn_norm": (width,),
+        }
+        if layer == 0:
+            sizes |= {"ffn_gate": (dense_ff, width), "ffn_up": (dense_ff, width), "ffn_down": (width, dense_ff)}
+        else:
+            sizes |= {
+                "ffn_gate_inp": (experts, width),
+                "ffn_gate_exps": (experts, ff, width),
+                "ffn_up_exps": (experts, ff, width),
+                "ffn_down_exps": (experts, width, ff),
+                "ffn_gate_shexp": (2 * ff, width),
+                "ffn_up_shexp": (2 * ff, width),
+                "ffn_down_shexp": (width, 2 * ff),
+            }
+        shape.tensors.update(_linears(layer, layers, sizes))
+    return shape
+
+
+_HEADS, _STATE, _GROUPS, _INNER = 128, 128, 8, 8192
+_SSM = {
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": _INNER,
+    "ssm.state_size": _STATE,
+    "ssm.time_step_rank": _HEADS,
+    "ssm.group_count": _GROUPS,
+}
+
+
+def _mamba2_layer(layer: int, layers: int, width: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    channels = _INNER + 2 * _GROUPS * _STATE
+    sizes = {"attn_norm": (width,), "ssm_in": (_INNER + channels + _HEADS, width), "ssm_out": (width, _INNER)}
+    others: dict[str, tuple[int, ...]] = {
+        "ssm_conv1d.weight": (channels, 4),
+        "ssm_conv1d.bias": (channels,),
+        "ssm_dt.bias": (_HEADS,),
+        "ssm_a": (_HEADS, 1),
+        "ssm_d": (_HEADS, 1),
+        "ssm_norm.weight": (_GROUPS, _INNER // _GROUPS),
+    }
+    return dict(_linears(layer, layers, sizes)) | {
+        f"blk.{layer}.{name}": ("F32", shape) for name, shape in others.items()
+    }
+
+
+def mamba2_7b(layers: int = 64) -> ModelShape:
+    """Mamba-Codestral-7B: Mamba-2 layers alone."""
+    width, vocabulary = 4096, 32768
+    keys = {
+        "block_count": layers,
+        "context_length": 32768,
+        "embedding_length": width,
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "vocab_size": vocabulary,
+        **_SSM,
+    }
+    shape = ModelShape("Mamba-Codestral-7B Q4_K_M", "mamba2", keys, _base(vocabulary, width))
+    for layer in range(layers):
+        shape.tensors.update(_mamba2_layer(layer, layers, width))
+    return shape
+
+
+# Nemotron-H-8B: M is a Mamba-2 layer, - a feed-forward, * attention.
+_NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+
+
+def nemotron_h_8b(layers: int = len(_NEMOTRON)) -> ModelShape:
+    """Nemotron-H-8B: Mamba-2, attention and squared-ReLU feed-forward layers."""
+    width, vocabulary, ff, heads, kv, head = 4096, 131072, 21504, 32, 8, 128
+    kinds = _NEMOTRON[:layers]
+    keys = {
+        "block_count": layers,
+        "context_length": 8192,
+        "embedding_length": width,
+        "feed_forward_length": [ff if kind == "-" else 0 for kind in kinds],
+        "attention.head_count": heads,
+        "attention.head_count_kv": [kv if kind == "*" else 0 for kind in kinds],
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "attention.layer_norm_epsilon": 1e-5,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "vocab_size": vocabulary,
+        **_SSM,
+    }
+    shape = ModelShape("Nemotron-H-8B Q4_K_M", "nemotron_h", keys, _base(vocabulary, width))
+    for layer, kind in enumerate(kinds):
+        if kind == "M":
+            shape.tensors.update(_mamba2_layer(layer, layers, width))
+            continue
+        sizes: dict[str, tuple[int, ...]] = {"attn_norm": (width,)}
+        if kind == "-":
+            sizes |= {"ffn_up": (ff, width), "ffn_down": (width, ff)}
+        else:
+            sizes |= {"attn_q": (heads * head, width), "attn_k": (kv * head, width), "attn_v": (kv * head, width)}
+            sizes |= {"attn_output": (width, heads * head)}
+        shape.tensors.update(_linears(layer, layers, sizes))
+    return shape
