@@ -287,6 +287,8 @@ def test_an_adapter_on_each_kind_of_tensor_is_llama_cpps(served: Served, tmp_pat
         assert relative(found, wanted) < BOUND, kind
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("served", [TINY[0], TINY[3]], ids=lambda tiny: tiny.id, indirect=True)
 def test_a_long_document_does_not_drift_away(served: Served) -> None:
     batch = batch_of(4000)
     with torch.no_grad():
