@@ -403,6 +403,6 @@ def gated_delta_rule_backward(
 
 # H200, heads of 128.
 DU_TILE = Tile(64, 4, 1)
-D_STATES_TILE = Tile(32, 4, 2)
+D_STATES_TILE = Tile(64, 4, 2)
 DV_TILE = Tile(64, 4, 1)
-DQK_TILE = Tile(64, 8, 1)
+DQK_TILE = Tile(64, 8, 2)

@@ -401,5 +401,5 @@ def gated_delta_rule_forward(
 # H200, heads of 128. The first kernel knows no values.
 SYSTEM_TILE = Tile(64, 4, 1)
 W_U_TILE = Tile(64, 4, 1)
-STATES_TILE = Tile(32, 4, 3)
+STATES_TILE = Tile(64, 4, 2)
 OUTPUT_TILE = Tile(64, 4, 1)

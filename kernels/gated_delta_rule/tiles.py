@@ -77,8 +77,9 @@ class Tile:
 
 
 # Triton 3.4 to 3.7 compiles some products of four warps on Hopper into reads beyond shared memory or wrong numbers:
-# those with a side below 64, of float32, or of the transpose of something computed (fla-org/flash-linear-attention
-# #640, #984, triton-lang/triton #11366). Two warps take other instructions.
+# some with a side below 64, of float32, or of the transpose of something computed (fla-org/flash-linear-attention #640
+# and #984, triton-lang/triton #11366; all seen here with 3.6). Two warps take other instructions. So no tile of four
+# warps is narrower than 64, even where 32 columns passed every check and were faster.
 NARROW_TILE = Tile(32, 2, 1)
 
 

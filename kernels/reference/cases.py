@@ -248,9 +248,9 @@ class DeltaRuleCase:
 
 DELTA_RULE_CASES = (
     DeltaRuleCase((1,), 1, 1, 16, 16),
-    DeltaRuleCase((63, 65), 2, 4, 32, 16),
-    DeltaRuleCase((70, 1, 66), 1, 2, 64, 64),
-    DeltaRuleCase((64, 36), 1, 1, 128, 128, decay=20.0),
+    DeltaRuleCase((66,), 2, 4, 32, 16),
+    DeltaRuleCase((63, 1, 65), 1, 2, 64, 64),
+    DeltaRuleCase((64,), 1, 1, 128, 128, decay=20.0),
     DeltaRuleCase((128,), 1, 1, 64, 32, decay=0.001, has_one_key=True),
 )
 

@@ -17,7 +17,7 @@ from pyggtrain.kernels.reference import delta_gates as delta_gates_reference
 from pyggtrain.kernels.reference import gated_delta_rule as gated_delta_rule_reference
 from pyggtrain.kernels.reference import gated_rms_norm as gated_rms_norm_reference
 from pyggtrain.kernels.reference.cases import ConvolutionCase, DeltaRuleCase, RowCase, random_rows
-from pyggtrain.kernels.reference.comparison import Comparison, as_close_as_torch, as_near_as_torch, same_bits
+from pyggtrain.kernels.reference.comparison import Comparison, as_close_as_torch, as_near_as_torch
 
 EPS = 1e-5
 DeltaRuleInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -95,9 +95,8 @@ def plain_delta_rule(
 def check_delta_rule(case: DeltaRuleCase, dtype: torch.dtype, device: torch.device) -> list[Comparison]:
     inputs, do, bounds = delta_rule_inputs(case, dtype, device)
     chunks, scale = Chunks.from_bounds(bounds, device), case.key_size**-0.5
-    o, made = gated_delta_rule_forward(*inputs, chunks, scale=scale)
+    o, _ = gated_delta_rule_forward(*inputs, chunks, scale=scale)
     results = (o, *gated_delta_rule_backward(do, *inputs, chunks, scale=scale))
-    again = gated_delta_rule_backward(do, *inputs, chunks, scale=scale, made=made)
     expected = gated_delta_rule_reference.gated_delta_rule_forward(*inputs, bounds, scale=scale)
     exact = gated_delta_rule_reference.gated_delta_rule_backward(do, *inputs, bounds, scale=scale)
     leaves = leaves_of(inputs)
@@ -112,10 +111,6 @@ def check_delta_rule(case: DeltaRuleCase, dtype: torch.dtype, device: torch.devi
     return [
         *(as_close_as_torch(*one, terms=CHUNK + case.key_size) for one in compared[:4]),
         *(Comparison(one.name, one.error, one.bound + rounding) for one in gates),
-        *(
-            same_bits(f"{name}, from what forward made", other, one)
-            for name, other, one in zip(names[1:], again, results[1:], strict=True)
-        ),
     ]
 
 

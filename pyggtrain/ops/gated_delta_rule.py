@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from pyggtrain.kernels.gated_delta_rule.chunks import CHUNK, Chunks
@@ -179,18 +180,20 @@ class _Places:
 
     @staticmethod
     def of(chunks: Chunks) -> "_Places":
-        lengths = chunks.first_chunk.diff().long()
-        # From chunk to (number within its document, rank of its document).
-        rank = torch.argsort(torch.argsort(lengths, descending=True, stable=True))
-        document = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
-        step = torch.arange(document.shape[0]) - chunks.first_chunk.long()[document]
-        order = torch.argsort(step * lengths.shape[0] + rank[document])
-        first, end = (part[order].unsqueeze(1).long() for part in (chunks.first_token[:-1], chunks.first_token[1:]))
-        tokens = first + torch.arange(CHUNK)
+        # In numpy: a rehearsal makes no torch tensor with numbers in it, and these decide sizes.
+        first_token, first_chunk = chunks.first_token.numpy(), chunks.first_chunk.numpy()
+        lengths = np.diff(first_chunk)
+        rank = np.argsort(np.argsort(-lengths, kind="stable"))
+        document = np.repeat(np.arange(lengths.size), lengths)
+        step = np.arange(document.size) - first_chunk[document]
+        order = np.lexsort((rank[document], step))
+        first, end = (part[order, None].astype(np.int64) for part in (first_token[:-1], first_token[1:]))
+        tokens = first + np.arange(CHUNK)
         is_token = tokens < end
-        place = torch.empty(chunks.num_tokens, dtype=torch.int64)
-        place[tokens[is_token]] = is_token.flatten().nonzero().squeeze(1)
-        return _Places(tokens.minimum(end - 1), is_token, place, torch.bincount(step).tolist())
+        place = np.empty(chunks.num_tokens, np.int64)
+        place[tokens[is_token]] = np.flatnonzero(is_token)
+        tokens, is_token, place = (torch.from_numpy(part) for part in (np.minimum(tokens, end - 1), is_token, place))
+        return _Places(tokens, is_token, place, np.bincount(step).tolist())
 
     def chunks_of(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H, K] as [N, H, C, K], 0 behind the chunks' ends."""

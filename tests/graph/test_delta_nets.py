@@ -17,6 +17,8 @@ from pyggtrain.adapters import LoraConfig, attach, save
 from pyggtrain.gguf import GGUFFile, QuantTensor, quantize_tensor, write_gguf
 from pyggtrain.graph.model import ImportedModel
 from pyggtrain.nn import Batch
+from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.rehearse import Rehearsal
 
 WIDTH, HEADS, KV_HEADS, HEAD, FF, VOCAB, EXPERTS, USED = 64, 4, 2, 32, 48, 96, 6, 2
 LENGTHS = (1, 63, 64, 65, 500)
@@ -285,6 +287,8 @@ def test_an_adapter_on_each_kind_of_tensor_is_llama_cpps(served: Served, tmp_pat
         assert relative(found, wanted) < BOUND, kind
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("served", [TINY[0], TINY[3]], ids=lambda tiny: tiny.id, indirect=True)
 def test_a_long_document_does_not_drift_away(served: Served) -> None:
     batch = batch_of(4000)
     with torch.no_grad():
@@ -328,3 +332,15 @@ def test_gradients_of_all_adapters_are_those_of_float64(served: Served) -> None:
     for name, one, other in zip([name for name in halves for _ in range(2)], found, right, strict=True):
         cosine = torch.nn.functional.cosine_similarity(one.double().flatten(), other.flatten(), dim=0)
         assert cosine >= 0.99999, (name, float(cosine))
+
+
+def test_a_step_can_be_planned_without_memory(served: Served) -> None:
+    if served.file.architecture != "qwen35":
+        pytest.skip("a rehearsal does not know how many tokens each expert gets")
+    config = TrainConfig(model=str(served.path), data=("d",), output="a.gguf", r=2)
+    ids = list(range(1, 80))
+    shorter, longer = (
+        Rehearsal(served.file, config, LoraConfig(r=2)).trace("none", [(ids, ids)] * count).peak() for count in (1, 3)
+    )
+    # Three documents need about three times the memory of one, and all of it is known.
+    assert 2 < longer["activations"] / shorter["activations"] < 4

@@ -20,6 +20,26 @@ def test_forward_and_backward_are_as_close_to_float64_as_torch(
             assert comparison.passed, (dtype, comparison)
 
 
+def test_backward_takes_what_forward_made(device: torch.device) -> None:
+    inputs, do, bounds = delta_rule_inputs(DeltaRuleCase((5, 66), 1, 2, 16, 32), torch.float32, device)
+    chunks = Chunks.from_bounds(bounds, device)
+    _, made = gated_delta_rule_forward(*inputs, chunks, scale=0.5)
+    again = gated_delta_rule_backward(do, *inputs, chunks, scale=0.5)
+    for one, other in zip(gated_delta_rule_backward(do, *inputs, chunks, scale=0.5, made=made), again, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_wrong_shapes_are_refused(device: torch.device) -> None:
+    (q, k, v, log_decay, beta), _, bounds = delta_rule_inputs(DeltaRuleCase((5,), 2, 4, 16, 16), torch.float32, device)
+    chunks = Chunks.from_bounds(bounds, device)
+    with pytest.raises(ValueError, match="value heads a multiple of key heads"):
+        gated_delta_rule_forward(q, k, v[:, :3], log_decay[:, :3], beta[:, :3], chunks, scale=1.0)
+    with pytest.raises(ValueError, match="log_decay is torch.float64"):
+        gated_delta_rule_forward(q, k, v, log_decay.double(), beta, chunks, scale=1.0)
+    with pytest.raises(ValueError, match="k is torch.float32"):
+        gated_delta_rule_forward(q, k.transpose(1, 2), v, log_decay, beta, chunks, scale=1.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "case",

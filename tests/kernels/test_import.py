@@ -14,6 +14,9 @@ from pyggtrain.kernels.dequant import DECODERS, check_blocks, dequantize
 from pyggtrain.kernels.dequant.grids import GRIDS
 from pyggtrain.kernels.reference import attention, cross_entropy, dequant, experts, lora, moe_routing
 from pyggtrain.kernels.reference import rms_norm, rope, swiglu
+from pyggtrain.kernels.gated_delta_rule.chunks import Chunks
+from pyggtrain.kernels.reference import attention, cross_entropy, dequant, lora, rms_norm, rope, swiglu
+from pyggtrain.kernels.reference import causal_conv1d, delta_gates, gated_delta_rule, gated_rms_norm
 from pyggtrain.kernels.reference.cases import random_blocks
 
 import torch
