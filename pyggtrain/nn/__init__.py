@@ -2,6 +2,7 @@
 
 from pyggtrain.nn.batch import Batch
 from pyggtrain.nn.checkpointing import GPU_POLICIES, POLICIES, kept_by, run_layer
+from pyggtrain.nn.diffusion import Diffusion
 from pyggtrain.nn.embedding import Embedding
 from pyggtrain.nn.expert_linear import ExpertLinear
 from pyggtrain.nn.fused_layer import FusedLayer, FusedLayers
@@ -15,6 +16,7 @@ __all__ = [
     "GPU_POLICIES",
     "POLICIES",
     "Batch",
+    "Diffusion",
     "Embedding",
     "ExpertLinear",
     "FusedLayer",

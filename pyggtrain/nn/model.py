@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pyggtrain.nn.batch import Batch
+from pyggtrain.nn.diffusion import Diffusion
 from pyggtrain.nn.expert_linear import ExpertLinear
 from pyggtrain.nn.fused_layer import FusedLayer
 from pyggtrain.nn.quant_linear import QuantLinear
@@ -28,6 +29,7 @@ class Model(nn.Module, ABC):
         loss_chunk: tokens whose logits exist at the same time in `loss`; None: see
             `ops.linear_cross_entropy`.
         neftune_noise_alpha: strength of the noise that training adds to token embeddings; 0: none.
+        diffusion: how it fills in masked tokens; None: it continues a text, and no token sees a later one.
     """
 
     def __init__(self, architecture: str) -> None:
@@ -40,6 +42,7 @@ class Model(nn.Module, ABC):
         self.kept: Sequence[Kept] | None = None
         self.loss_chunk: int | None = None
         self.neftune_noise_alpha = 0.0
+        self.diffusion: Diffusion | None = None
 
     @property
     @abstractmethod

@@ -28,6 +28,7 @@ from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.data import RunData, load_data, longest_row, micro_batches
 from pyggtrain.training.gpu_memory import plan_fused
 from pyggtrain.training.init_adapter import read_init_adapter, taken_over
+from pyggtrain.training.masked_diffusion import objective_of
 from pyggtrain.training.memory import (
     MeasuredNeed,
     MemoryGuard,
@@ -39,7 +40,7 @@ from pyggtrain.training.memory import (
     mib,
     tune_allocator,
 )
-from pyggtrain.training.objectives import OBJECTIVES, Document, Objective
+from pyggtrain.training.objectives import Document, Objective
 from pyggtrain.training.optimizers import check_optimizer
 from pyggtrain.training.output import OutputFiles, check_free_space, check_output
 from pyggtrain.training.processes import Processes, join_processes
@@ -113,7 +114,7 @@ class Preparation:
         facts |= {
             "rows": f"{len(data.rows)} to train on, {len(data.held_out)} held out; "
             f"at most {self.max_length} tokens each",
-            "method": _method_text(config),
+            "method": _method_text(config, self.model),
             "packing": f"{plan.num_units} packs of at most {config.max_seq_length} tokens, {100 * plan.fill:.1f} % full"
             if config.packing
             else "off",
@@ -140,7 +141,7 @@ class Preparation:
         for name, pair in self.adapter.pairs.items():
             parameters[f"{name}.lora_a"], parameters[f"{name}.lora_b"] = pair.lora_a, pair.lora_b
         return Trainer(
-            OBJECTIVES[config.method](self.model, config),
+            objective_of(self.model, config),
             parameters,
             data.rows,
             data.held_out,
@@ -222,7 +223,7 @@ def prepare(config: TrainConfig) -> Preparation:
     model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
     if planned is None and model.is_fused:
-        longest = _longest(config, data, OBJECTIVES[config.method](model, config))
+        longest = _longest(config, data, objective_of(model, config))
         memory, model.kept = plan_fused(model, config, device, tokenizer.num_tokens, longest)
     else:
         # With an adapter to start from the plan follows its ranks; a GPU is measured.
@@ -300,8 +301,10 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _method_text(config: TrainConfig) -> str:
+def _method_text(config: TrainConfig, model: Model) -> str:
     text = config.method if config.method == "sft" else f"{config.method}, beta {config.beta:g}"
+    if model.diffusion is not None:
+        text += f" by masked diffusion, mask token {model.diffusion.mask_token_id}"
     if config.neftune_noise_alpha > 0:
         text += f", noise on embeddings {config.neftune_noise_alpha:g}"
     ratio = "" if config.loraplus_lr_ratio == 1 else f", lora_b {config.loraplus_lr_ratio:g} times faster"
@@ -317,7 +320,7 @@ def _planned(config: TrainConfig, base: GGUFFile, device: torch.device, data: Ru
 
 
 def _measured(config: TrainConfig, model: Model, device: torch.device, data: RunData) -> MemoryPlan:
-    objective = OBJECTIVES[config.method](model, config)
+    objective = objective_of(model, config, is_largest=True)
     return Planner(MeasuredNeed(objective, model, device), config, device, _longest(config, data, objective)).choose()
 
 

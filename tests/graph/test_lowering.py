@@ -15,13 +15,22 @@ from pyggtrain.graph.lowering import LOWERINGS, lower
 from pyggtrain.graph.lowering.shape import read_view
 from pyggtrain.nn import Batch
 
-GRAPH = Graph((), 0, window=0, window_type="none", is_causal=True, uses_alibi=False, attn_temperature=(0, 0, 0))
+GRAPH = Graph(
+    (),
+    0,
+    window=0,
+    window_type="none",
+    is_causal=True,
+    is_diffusion=False,
+    uses_alibi=False,
+    attn_temperature=(0, 0, 0),
+)
 FRAME = Frame(Batch.from_documents([([1, 2, 3], [1, 2, 3])]), torch.arange(3))
 # These have files of tests of their own.
 ELSEWHERE = {
     *("FLASH_ATTN_EXT", "FLASH_ATTN_EXT.kq_mask", "FLASH_ATTN_EXT.kq_mask_swa", "SOFT_MAX"),
     *("ROPE", "ROPE_BACK"),
-    *("GATED_DELTA_NET", "RWKV_WKV6", "RWKV_WKV7", "SSM_CONV", "SSM_SCAN"),
+    *("GATED_DELTA_NET", "GATED_LINEAR_ATTN", "RWKV_WKV6", "RWKV_WKV7", "SSM_CONV", "SSM_SCAN"),
 }
 
 
