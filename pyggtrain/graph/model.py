@@ -28,6 +28,7 @@ from pyggtrain.graph.rewrite import Reach, name_rows_of_tokens, rewritten
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
 from pyggtrain.nn import (
     Batch,
+    Diffusion,
     ExpertLinear,
     FusedLayer,
     HostStash,
@@ -143,14 +144,16 @@ class ImportedModel(Model):
             graph, reach = training_graph(self._file, num_ctx=self.num_ctx)
         else:
             graph, reach = document_graph(self._file, num_tokens, num_ctx=self.num_ctx)
-        if not graph.is_causal:
+        if graph.is_diffusion:
+            self.diffusion = Diffusion.of(self._file.metadata)
+        elif not graph.is_causal:
             raise _EncoderError(
                 f"{self._file.path} is an encoder ({self._file.architecture}): its tokens see later ones, "
                 "and training needs a decoder."
             )
         steps, leaves = import_steps(graph, reach, self._weights, compute=self._compute)
         # A CPU gains nothing from halves, and its checkpoints are layers.
-        halves = find_halves(graph, self._weights) if self._finds_halves else []
+        halves = find_halves(graph, self._weights) if self._finds_halves and graph.is_causal else []
         program = make_program(graph, steps, leaves, halves)
         self._programs[num_tokens] = program
         return program, reach
