@@ -192,8 +192,12 @@ class _Places:
         is_token = tokens < end
         place = np.empty(chunks.num_tokens, np.int64)
         place[tokens[is_token]] = np.flatnonzero(is_token)
-        tokens, is_token, place = (torch.from_numpy(part) for part in (np.minimum(tokens, end - 1), is_token, place))
-        return _Places(tokens, is_token, place, np.bincount(step).tolist())
+        return _Places(
+            torch.from_numpy(np.minimum(tokens, end - 1)),
+            torch.from_numpy(is_token),
+            torch.from_numpy(place),
+            np.bincount(step).tolist(),
+        )
 
     def chunks_of(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H, K] as [N, H, C, K], 0 behind the chunks' ends."""
