@@ -139,7 +139,9 @@ class _Search:
         inside = nodes - {result}
         _require(all(user in nodes for index in inside for user in self.users[index]))
         biases = (gate_bias, up_bias, down_bias)
-        modules = ExpertHalf(*(self._module(product) for product in (gate, up, down)), biases, *_UNITS[glu.op](glu))
+        gate_linear, up_linear, down_linear = (self._module(product) for product in (gate, up, down))
+        alpha, offset, limit = _UNITS[glu.op](glu)
+        modules = ExpertHalf(gate_linear, up_linear, down_linear, biases, alpha, offset, limit)
         return Mixture(frozenset(nodes), (z, ids, probs, residual), result, modules)
 
     def _sum(self, weighted: int, nodes: set[int]) -> int:
