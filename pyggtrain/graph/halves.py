@@ -84,9 +84,9 @@ class Half:
         return y_TD[None, None]
 
 
-def fused_layer(halves: Sequence[Half | None]) -> FusedLayer | None:
+def fused_layer(halves: Sequence[object]) -> FusedLayer | None:
     """A layer that consists of an attention half and a feed-forward half; None: it does not."""
-    modules = [None if half is None else half.modules for half in halves]
+    modules = [half.modules if isinstance(half, Half) else None for half in halves]
     match modules:
         case [AttentionHalf() as attention, FeedForwardHalf() as feed_forward]:
             return FusedLayer(attention, feed_forward)

@@ -19,13 +19,11 @@ from pyggtrain.graph.inputs import MASKS, Leaf, input_of
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering import Kernel, lower
 from pyggtrain.graph.lowering.scan import RECURRENT
+from pyggtrain.graph.mixtures import Mixture
 from pyggtrain.graph.program import Part, Region, Step, dead_after, product_kernel, regions
 from pyggtrain.graph.rewrite import Reach, choosing_products
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
 from pyggtrain.nn import ExpertLinear, QuantLinear
-
-# Operations that ask a GPU for numbers: how many tokens each expert has.
-ASKING = frozenset({"MUL_MAT_ID", "MUL_MAT_ID_SCALED"})
 
 _STATE_TYPES = {
     "f32": torch.float32,
@@ -89,7 +87,9 @@ class Program:
         return len(self.tail.steps) == len(self.head) == 1
 
 
-def make_program(graph: Graph, steps: list[Step], leaves: dict[int, Leaf], halves: Sequence[Half] = ()) -> Program:
+def make_program(
+    graph: Graph, steps: list[Step], leaves: dict[int, Leaf], halves: Sequence[Half | Mixture] = ()
+) -> Program:
     """Cut the steps of a graph into layers and head; halves of layers are to run fused.
 
     Raises:
@@ -112,7 +112,7 @@ def make_program(graph: Graph, steps: list[Step], leaves: dict[int, Leaf], halve
         is_capturable=not graph.uses_alibi
         and not any(
             # Recurrences are launched document by document; "<op>.<kind>" is one of `op`.
-            node.op.partition(".")[0] in RECURRENT | ASKING or node.name in MASKS or node.value
+            node.op.partition(".")[0] in RECURRENT or node.name in MASKS or node.value
             for node in graph.nodes
         ),
     )

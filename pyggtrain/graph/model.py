@@ -20,9 +20,10 @@ from pyggtrain.gguf import GGUFFile
 from pyggtrain.graph.cache import cached_capture
 from pyggtrain.graph.capture import DOCUMENT_UNIT
 from pyggtrain.graph.frame import Frame, in_full
-from pyggtrain.graph.halves import find_halves, fused_layer
+from pyggtrain.graph.halves import Half, find_halves, fused_layer
 from pyggtrain.graph.importer import Program, import_steps, make_program
 from pyggtrain.graph.ir import Graph, fit, fit_document
+from pyggtrain.graph.mixtures import Mixture, find_mixtures
 from pyggtrain.graph.program import Step
 from pyggtrain.graph.rewrite import Reach, name_rows_of_tokens, rewritten
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
@@ -153,7 +154,11 @@ class ImportedModel(Model):
             )
         steps, leaves = import_steps(graph, reach, self._weights, compute=self._compute)
         # A CPU gains nothing from halves, and its checkpoints are layers.
-        halves = find_halves(graph, self._weights) if self._finds_halves and graph.is_causal else []
+        halves: list[Half | Mixture] = []
+        if self._finds_halves:
+            # A half's attention sees no later token.
+            halves += find_halves(graph, self._weights) if graph.is_causal else []
+            halves += find_mixtures(graph, self._weights)
         program = make_program(graph, steps, leaves, halves)
         self._programs[num_tokens] = program
         return program, reach

@@ -18,6 +18,7 @@ from pyggtrain.graph.frame import Frame, in_full
 from pyggtrain.graph.halves import Half
 from pyggtrain.graph.inputs import Leaf
 from pyggtrain.graph.lowering import Kernel
+from pyggtrain.graph.mixtures import Mixture
 from pyggtrain.nn import HostStash, QuantLinear, run_layer
 from pyggtrain.ops.fused import Kept
 
@@ -56,6 +57,7 @@ class Part:
         inputs: nodes that come from outside, in the order of the call's arguments.
         outputs: nodes that are given back.
         half: what the steps are together, if they can also run fused.
+        in_full: outputs that are not rounded: a router's weights.
     """
 
     def __init__(
@@ -64,13 +66,15 @@ class Part:
         leaves: Mapping[int, Leaf],
         inputs: Sequence[int],
         outputs: Sequence[int],
-        half: Half | None = None,
+        half: Half | Mixture | None = None,
+        in_full: frozenset[int | None] = frozenset(),
     ) -> None:
         self.steps = tuple(steps)
         self.leaves = leaves
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.half = half
+        self._in_full = in_full
         last_use = {
             source: index for index, step in enumerate(self.steps) for source in step.sources if source is not None
         }
@@ -90,7 +94,9 @@ class Part:
             self._compute(step, frame, known)
             for source in dead:
                 known.pop(source, None)
-        results = tuple(frame.rounded(known[output]) for output in self.outputs)
+        results = tuple(
+            known[output] if output in self._in_full else frame.rounded(known[output]) for output in self.outputs
+        )
         return results[0] if len(results) == 1 else results
 
     def fused(self, *values: torch.Tensor, frame: Frame, kept: Kept, stash: HostStash | None) -> torch.Tensor:
@@ -138,7 +144,7 @@ class Region(nn.Module):
         return [step for part in self.parts for step in part.steps]
 
     @property
-    def halves(self) -> list[Half | None]:
+    def halves(self) -> list[Half | Mixture | None]:
         """What each part is."""
         return [part.half for part in self.parts]
 
@@ -251,7 +257,7 @@ def cut_into_layers(steps: Sequence[Step]) -> Cuts:
 
 
 def regions(
-    steps: Sequence[Step], leaves: Mapping[int, Leaf], output: int, halves: Sequence[Half] = ()
+    steps: Sequence[Step], leaves: Mapping[int, Leaf], output: int, halves: Sequence[Half | Mixture] = ()
 ) -> tuple[list[Region], list[bool]]:
     """The program in regions, and which of them are layers.
 
@@ -264,16 +270,17 @@ def regions(
     cuts = cut_into_layers(steps)
     bounds = [*cuts.starts, len(steps)]
     spans = {span: half for half in halves if (span := _span(steps, half, cuts.starts)) is not None}
+    in_full = frozenset(half.probs for half in halves if isinstance(half, Mixture))
     found = []
     for start, end in pairwise(bounds):
         borders = sorted({start, end, *(border for span in spans for border in span if start < border < end)})
-        parts = [_part(steps, leaves, output, span, spans.get(span)) for span in pairwise(borders)]
+        parts = [_part(steps, leaves, output, span, spans.get(span), in_full) for span in pairwise(borders)]
         inputs, outputs = _ends(steps, leaves, output, (start, end))
         found.append(Region(parts, inputs, outputs))
     return found, cuts.is_layer
 
 
-def _span(steps: Sequence[Step], half: Half, starts: Sequence[int]) -> tuple[int, int] | None:
+def _span(steps: Sequence[Step], half: Half | Mixture, starts: Sequence[int]) -> tuple[int, int] | None:
     """Where the steps of a half stand, if they stand together in one region."""
     places = [place for place, step in enumerate(steps) if step.result in half.nodes]
     start, end = places[0], places[-1] + 1
@@ -299,10 +306,15 @@ def _ends(
 
 
 def _part(
-    steps: Sequence[Step], leaves: Mapping[int, Leaf], output: int, span: tuple[int, int], half: Half | None
+    steps: Sequence[Step],
+    leaves: Mapping[int, Leaf],
+    output: int,
+    span: tuple[int, int],
+    half: Half | Mixture | None,
+    in_full: frozenset[int | None],
 ) -> Part:
     inputs, outputs = _ends(steps, leaves, output, span)
-    return Part(_ending_in_product(steps[slice(*span)], outputs), leaves, inputs, outputs, half)
+    return Part(_ending_in_product(steps[slice(*span)], outputs), leaves, inputs, outputs, half, in_full)
 
 
 def dead_after(parts: Sequence[Part | Region], outputs: Sequence[int]) -> list[list[int]]:

@@ -43,8 +43,8 @@ def state_space(
     """
     outputs = []
     for first in range(0, x.shape[1], SPAN):
-        parts = (part[:, first : first + SPAN] for part in (x, log_decay, b, c))
-        y, state = _state_space_span(*parts, state)
+        span = slice(first, first + SPAN)
+        y, state = _state_space_span(x[:, span], log_decay[:, span], b[:, span], c[:, span], state)
         outputs.append(y)
     return torch.cat(outputs, 1), state
 

@@ -4,6 +4,7 @@ from pyggtrain.nn.batch import Batch
 from pyggtrain.nn.checkpointing import GPU_POLICIES, POLICIES, kept_by, run_layer
 from pyggtrain.nn.diffusion import Diffusion
 from pyggtrain.nn.embedding import Embedding
+from pyggtrain.nn.expert_half import ExpertHalf
 from pyggtrain.nn.expert_linear import ExpertLinear
 from pyggtrain.nn.fused_layer import AttentionHalf, FeedForwardHalf, FusedLayer, FusedLayers, can_run_fused
 from pyggtrain.nn.host_stash import HostStash
@@ -19,6 +20,7 @@ __all__ = [
     "Batch",
     "Diffusion",
     "Embedding",
+    "ExpertHalf",
     "ExpertLinear",
     "FeedForwardHalf",
     "FusedLayer",

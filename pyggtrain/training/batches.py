@@ -15,7 +15,7 @@ from pyggtrain.training.data import micro_batches
 from pyggtrain.training.objectives import Objective
 from pyggtrain.training.processes import Processes
 from pyggtrain.training.reference_log_probs import ReferencedPair
-from pyggtrain.training.step_graph import can_graph, filled_up
+from pyggtrain.training.step_graph import can_graph, filled_up, max_tokens
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Batches:
         self._objective, self._rows, self._held_out = objective, rows, held_out
         self._config, self._device, self._processes = config, device, processes
         self._fills_up = can_graph(config, objective.model)
+        self._max_tokens = max_tokens(objective.model)
         self._plan = micro_batches(config, rows, processes.num_replicas)
         self.steps_per_epoch = self._plan.steps_per_epoch
         self.num_steps = count_steps(config, self._plan.num_units, processes.num_replicas)
@@ -103,7 +104,7 @@ class Batches:
         if all(isinstance(row, ReferencedPair) for row in rows):
             sums = [value for row in rows for value in row.reference]
             batch = replace(batch, reference_B=torch.tensor(sums, dtype=torch.float64))
-        return (filled_up(batch) if self._fills_up else batch).to(self._device)
+        return (filled_up(batch, self._max_tokens) if self._fills_up else batch).to(self._device)
 
     def _cut(self, rows: Sequence[Any]) -> list[list[Any]]:
         size = self._config.micro_batch_size
