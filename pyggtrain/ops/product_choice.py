@@ -29,7 +29,8 @@ from pyggtrain import _bridge
 from pyggtrain.cache_folder import cache_folder
 from pyggtrain.errors import ConfigError
 
-MAX_FUSED_ROWS = 256
+# On an H200 it wins up to 64 rows, where the library is fast; a card with less of both may do so a little longer.
+MAX_FUSED_ROWS = 128
 # Products larger than this are never measured: what wins at this many rows wins above.
 MAX_CLASS = 4096
 

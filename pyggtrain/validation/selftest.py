@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -93,28 +94,32 @@ def selftest(
     where = torch.device(device or ("cuda" if has_gpu else "cpu"))
     not_run = []
     products: dict[str, dict[str, float]] = {}
-    with poisoned_memory():
-        results = [_result(name, "cpu", map(run_case, cases)) for name, cases in _wanted(cpu_cases(), kernels).items()]
+    results: list[KernelResult] = []
     is_interpreted = where.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if importlib.util.find_spec("triton") is None:
+    has_triton = importlib.util.find_spec("triton") is not None
+    if where.type == "cpu" or not has_triton:
+        results += _run_here(cpu_cases(), "cpu", kernels)
+    if not has_triton:
         not_run.append("GPU kernels were not run: Triton is not installed.")
     elif is_interpreted:
-        with poisoned_memory():
-            cases_of = _wanted(gpu_cases(where), kernels)
-            results += [_result(name, "interpreter", map(run_case, cases)) for name, cases in cases_of.items()]
+        results += _run_here(gpu_cases(where), "interpreter", kernels)
     elif where.type == "cpu":
         reason = "a CPU was asked for" if has_gpu else "torch sees no GPU"
         not_run.append(
             f"GPU kernels were not run: {reason}. With TRITON_INTERPRET=1 they run on the CPU, in Triton's interpreter."
         )
     else:
-        outcomes = run_in_workers(
-            _wanted(gpu_cases(where), kernels),
-            () if kernels else _products(),
-            device=where,
-            num_workers=num_workers or num_workers_for(where),
-            report=report,
-        )
+        # What the CPU computes is tested while other processes compile.
+        with ThreadPoolExecutor(1) as thread:
+            on_cpu = thread.submit(_run_here, cpu_cases(), "cpu", kernels)
+            outcomes = run_in_workers(
+                _wanted(gpu_cases(where), kernels),
+                () if kernels else _products(),
+                device=where,
+                num_workers=num_workers or num_workers_for(where),
+                report=report,
+            )
+            results += on_cpu.result()
         results += [_result(name, where.type, found) for name, found in outcomes.items()]
         products = {} if kernels else _measure_products(where)
         if not mmq.types():
@@ -161,6 +166,11 @@ def _driver_version() -> str:
 
 def _wanted(cases: dict[str, list[Case]], kernels: Sequence[str]) -> dict[str, list[Case]]:
     return {name: found for name, found in cases.items() if not kernels or name in kernels}
+
+
+def _run_here(cases_of: dict[str, list[Case]], where: str, kernels: Sequence[str]) -> list[KernelResult]:
+    with poisoned_memory():
+        return [_result(name, where, map(run_case, cases)) for name, cases in _wanted(cases_of, kernels).items()]
 
 
 def _result(kernel: str, where: str, outcomes: Iterable[Outcome]) -> KernelResult:

@@ -41,9 +41,9 @@ def way(direction="forward", num_tokens=4, type="Q4_K", columns=512, compute="au
     ("direction", "num_tokens", "names"),
     [
         ("forward", 1, ["bf16", "fused", "mmq"]),
-        ("forward", 256, ["bf16", "fused", "mmq"]),
-        ("forward", 257, ["bf16", "mmq"]),
-        ("backward", 256, ["bf16", "fused"]),
+        ("forward", 128, ["bf16", "fused", "mmq"]),
+        ("forward", 129, ["bf16", "mmq"]),
+        ("backward", 128, ["bf16", "fused"]),
     ],
 )
 def test_ways_are_offered_where_they_can_serve(offered, monkeypatch, direction, num_tokens, names):
@@ -58,7 +58,7 @@ def test_ways_are_offered_where_they_can_serve(offered, monkeypatch, direction, 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"num_tokens": 257},
+        {"num_tokens": 129},
         {"direction": "backward", "num_tokens": 300},
         {"type": "F16"},
         {"compute": "exact"},
