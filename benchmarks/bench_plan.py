@@ -78,6 +78,9 @@ def measure(settings: dict[str, Any], threads: int) -> dict[str, Any]:
             "output": str(Path(folder) / "a.gguf"),
             "max_steps": 2,
             "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 2,
+            # With a limit a plan is rehearsed, however much memory is free (training.memory_bound).
+            "max_memory": "1TiB",
         }
         ready = prepare(
             build_config({**fixed, "num_threads": threads, "too_long": "truncate", "save_steps": 0, **settings})

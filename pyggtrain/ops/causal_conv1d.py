@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from pyggtrain.ops.attention import Documents
+from pyggtrain.ops.operation import operation
 
 
-@torch.library.custom_op("pyggtrain::causal_conv1d", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("causal_conv1d")
 def _causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bounds: Sequence[int], first_token: torch.Tensor
 ) -> torch.Tensor:
@@ -34,7 +35,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, bounds: Sequence[int], first_token:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("pyggtrain::causal_conv1d_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("causal_conv1d_backward")
 def _causal_conv1d_backward(
     dy: torch.Tensor, weight: torch.Tensor, bounds: Sequence[int], first_token: torch.Tensor
 ) -> torch.Tensor:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from pyggtrain.kernels.gated_delta_rule.chunks import CHUNK, Chunks
+from pyggtrain.ops.operation import operation
 
 
-@torch.library.custom_op("pyggtrain::gated_delta_rule", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("gated_delta_rule")
 def _gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -56,7 +57,7 @@ def _(
     return v.new_empty(v.shape)
 
 
-@torch.library.custom_op("pyggtrain::gated_delta_rule_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operation("gated_delta_rule_backward")
 def _gated_delta_rule_backward(
     do: torch.Tensor,
     q: torch.Tensor,
@@ -102,8 +103,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    gradients: tuple[torch.Tensor, ...] = _gated_delta_rule_backward(do, *ctx.saved_tensors, ctx.scale)
-    return *gradients, None, None, None, None
+    arguments: tuple[Any, ...] = (*ctx.saved_tensors, ctx.scale)
+    return *_gated_delta_rule_backward(do, *arguments), None, None, None, None
 
 
 _gated_delta_rule.register_autograd(_backward, setup_context=_save)

@@ -128,7 +128,6 @@ class RehearsedNeed:
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self._rehearsal = rehearsal
-        self._program_bytes = program_bytes(rehearsal.paths)
 
     def parts(self, policy: str, documents: Sequence[Document]) -> dict[str, int]:
         """See `Need`."""
@@ -138,7 +137,8 @@ class RehearsedNeed:
             passing = sum(num_bytes for name, num_bytes in parts.items() if name not in (ADAPTER, OPTIMISER))
             parts[ALLOCATOR] = round(ALLOCATOR_SHARE[policy] * passing)
         parts[BASE] = parts.get(BASE, 0) + self._rehearsal.base_bytes
-        parts[PROGRAM] = self._program_bytes
+        # Read after the rehearsal, whose tensors without memory make torch import a hundred MiB of its compiler.
+        parts[PROGRAM] = program_bytes(self._rehearsal.paths)
         return parts
 
 

@@ -415,6 +415,8 @@ def _split(config: TrainConfig, base: GGUFFile, processes: Processes, device: to
         raise ConfigError(
             "max_memory: the memory of a part of a model is not planned yet; leave it out with split_mode."
         )
+    if config.compute == "fp16":
+        raise ConfigError("compute: fp16 scales its loss, which a split model does not do yet; needed: auto, or bf16")
     if config.gradient_checkpointing == "offload":
         raise ConfigError(
             "gradient_checkpointing: offload holds one micro-batch at a time, and a split model has several on the "
