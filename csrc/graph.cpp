@@ -5,7 +5,8 @@
 //
 // The graph wanted is that of training (`llama_cparams::training`): attention reads the keys and values of the tokens at hand instead
 // of a cache. Flash attention stays on, which llama.cpp's own training would switch off: the whole of an attention is then one node
-// that names its mask, scale, soft-cap and sinks, and needs no pattern to be recognised.
+// that names its mask, scale, soft-cap and sinks, and needs no pattern to be recognised. A few models abort that way and run only with a cache and
+// without flash attention: `with_cache`.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -245,7 +246,7 @@ struct graph_source {
 
     using context_ptr = std::unique_ptr<llama_context, decltype(&llama_free)>;
 
-    context_ptr make_context(int64_t num_tokens, int64_t num_outputs, int64_t num_ctx) {
+    context_ptr make_context(int64_t num_tokens, int64_t num_outputs, int64_t num_ctx, bool with_cache) {
         PYGGTRAIN_CHECK(num_tokens >= 256 && num_tokens <= (1 << 16) && num_tokens % 256 == 0, "num_tokens", num_tokens, "a multiple of 256 up to 2^16");
         PYGGTRAIN_CHECK(num_outputs >= 1 && num_outputs <= num_tokens, "num_outputs", num_outputs, "1 to num_tokens");
         PYGGTRAIN_CHECK(num_ctx >= 1 && num_ctx <= (1 << 30), "num_ctx", num_ctx, "1 to 2^30");
@@ -253,7 +254,7 @@ struct graph_source {
         llama_context_params params = llama_context_default_params();
         params.n_ctx = params.n_batch = params.n_ubatch = (uint32_t) num_tokens;
         params.type_k = params.type_v = GGML_TYPE_F32;
-        params.flash_attn_type        = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+        params.flash_attn_type        = with_cache ? LLAMA_FLASH_ATTN_TYPE_DISABLED : LLAMA_FLASH_ATTN_TYPE_ENABLED;
         params.offload_kqv            = false;
         params.op_offload             = false;
         params.swa_full               = true;
@@ -269,13 +270,13 @@ struct graph_source {
         // The context is ours and no const object: two of its settings have no public way in. `training` is what llama_opt_init sets;
         // `n_ctx_seq`, the context that will be served with, decides between long and short rope factors.
         auto & settings    = const_cast<llama_cparams &>(context->get_cparams());
-        settings.training  = true;
+        settings.training  = !with_cache;
         settings.n_ctx_seq = (uint32_t) num_ctx;
         return context;
     }
 
-    std::vector<graph_tensor> capture(int64_t num_tokens, int64_t num_outputs, int64_t num_ctx) {
-        const context_ptr        context = make_context(num_tokens, num_outputs, num_ctx);
+    std::vector<graph_tensor> capture(int64_t num_tokens, int64_t num_outputs, int64_t num_ctx, bool with_cache) {
+        const context_ptr        context = make_context(num_tokens, num_outputs, num_ctx, with_cache);
         llama_memory_context_ptr memory;
         if (context->get_memory() != nullptr) {
             memory = context->get_memory()->init_full();
@@ -287,7 +288,7 @@ struct graph_source {
     // either: the inputs get memory of their own, and all else has none.
     std::vector<graph_tensor> capture_decode(const std::vector<int64_t> & tokens, int64_t num_outputs, int64_t num_ctx) {
         const auto        num_tokens = (int64_t) tokens.size();
-        const context_ptr context    = make_context(num_tokens, num_outputs, num_ctx);
+        const context_ptr context    = make_context(num_tokens, num_outputs, num_ctx, /*with_cache =*/ false);
         PYGGTRAIN_CHECK(context->get_memory() != nullptr, path, "a model without a memory", "one that decodes token by token");
         llama_batch_ext batch(context.get());
         for (int64_t i = 0; i < num_tokens; i++) {
@@ -435,14 +436,15 @@ void register_graph(py::module_ & module) {
     py::class_<graph_source>(module, "GraphSource",
                              "llama.cpp's compute graphs of a file, whose weights are not read. May abort the process: call it in a child.")
         .def(py::init<std::string, bool>(), py::arg("path"), py::kw_only(), py::arg("with_lora"))
-        .def("capture", &graph_source::capture, py::kw_only(), py::arg("num_tokens"), py::arg("num_outputs"), py::arg("num_ctx"),
-             "Every tensor of the graph, each after those that it reads; the last one holds the logits.")
+        .def("capture", &graph_source::capture, py::kw_only(), py::arg("num_tokens"), py::arg("num_outputs"), py::arg("num_ctx"), py::arg("with_cache") = false,
+             "Every tensor of the graph, each after those that it reads; the last one holds the logits. With a cache: that of serving without flash attention.")
         .def("capture_decode", &graph_source::capture_decode, py::kw_only(), py::arg("tokens"), py::arg("num_outputs"), py::arg("num_ctx"),
              "As capture, for one document from its first token on, with the bytes that llama.cpp writes into inputs without a known meaning.")
         .def_property_readonly("num_tokens", [](const graph_source & self) { return (int64_t) self.model->vocab.n_tokens(); })
         .def_property_readonly("window", [](const graph_source & self) { return (int64_t) self.hparams().n_swa; })
         .def_property_readonly("window_type", &graph_source::window_type)
         .def_property_readonly("is_causal", [](const graph_source & self) { return self.hparams().causal_attn; })
+        .def_property_readonly("is_diffusion", [](const graph_source & self) { return llama_model_is_diffusion(self.model.get()); })
         .def_property_readonly("uses_alibi", [](const graph_source & self) { return self.hparams().use_alibi; })
         .def_property_readonly(
             "attn_temperature",

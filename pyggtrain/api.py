@@ -32,14 +32,16 @@ from pyggtrain.model_info import ModelInfo, info
 from pyggtrain.nn import LoraPair, Model
 from pyggtrain.training.config import TrainConfig, build_config
 from pyggtrain.training.data import learnt_pieces
+from pyggtrain.training.masked_diffusion import masked_excerpts
 from pyggtrain.training.memory import explained_out_of_memory
 from pyggtrain.training.metrics import read_metrics
+from pyggtrain.training.objectives import Document
 from pyggtrain.training.output import OutputFiles, explained_write_errors, write_text
 from pyggtrain.training.prepare import Preparation, prepare
 from pyggtrain.training.progress import Progress, describe_seconds, terminal_progress
 from pyggtrain.training.record import make_record, sha256_of, train_command, write_record
 from pyggtrain.training.report import Report, Sample, render
-from pyggtrain.training.serving import chat_command, modelfile, ollama_command, serve_command
+from pyggtrain.training.serving import modelfile, serve_lines
 from pyggtrain.training.trainer import TrainSummary
 from pyggtrain.validation.exact_match import ExactMatches, count_exact_matches
 from pyggtrain.validation.llama_server import ServerRuntime
@@ -159,7 +161,11 @@ def run(ready: Preparation, *, progress: Progress) -> TrainResult:
     report = _report(ready, summary, record, parity, samples)
     write_report(files, report)
     bos_token = token_text(ready.tokenizer, ready.tokenizer.bos_id)
-    write_text(files.modelfile, modelfile(ready.base.paths, files, ready.data.template, bos_token))
+    is_diffusion = ready.model.diffusion is not None
+    write_text(
+        files.modelfile,
+        modelfile(ready.base.paths, files, ready.data.template, bos_token, is_diffusion=is_diffusion),
+    )
     files.warning.unlink(missing_ok=True)
     if parity is not None and not parity.passed:
         write_text(files.warning, parity.table() + "\n")
@@ -246,11 +252,17 @@ def verify(
     pairs = {}
     for name, (lora_a, lora_b) in file.pairs.items():
         pairs[name] = loaded.linears[name].lora = LoraPair(lora_a, lora_b, scale=file.scale(name))
-    documents = _documents(data, tokenizer)
+    documents = _as_seen(loaded, _documents(data, tokenizer))
     settings = ParitySettings(max_tokens=max_tokens, num_threads=num_threads or num_usable_cores())
     served = None if runtime == "bridge" else ServerRuntime(runtime)
     return verify_adapter(
-        base.path, Path(adapter), documents, ours=TrainedModel(loaded, pairs), settings=settings, served=served
+        base.path,
+        Path(adapter),
+        documents,
+        ours=TrainedModel(loaded, pairs),
+        settings=settings,
+        served=served,
+        is_causal=loaded.diffusion is None,
     )
 
 
@@ -331,8 +343,9 @@ def merge(
         [(file.path, scale) for file, scale in files],
         GGUFFile.open(output),
         merged.rounding,
-        _documents(data, Tokenizer.from_gguf(model)),
+        _as_seen(loaded, _documents(data, Tokenizer.from_gguf(model))),
         adaptable=loaded.linears,
+        is_causal=loaded.diffusion is None,
         settings=ParitySettings(max_tokens=max_tokens, num_threads=num_threads),
     )
     return MergeResult(merged, parity)
@@ -354,16 +367,22 @@ def _documents(
     return [(example.input_ids, example.labels) for example in examples]
 
 
+def _as_seen(model: Model, documents: list[Document]) -> list[Document]:
+    """Documents as the model is fed them: some tokens masked, if it is one that fills these in."""
+    return documents if model.diffusion is None else masked_excerpts(model, documents)
+
+
 def _compare(ready: Preparation) -> ParityReport:
     config = ready.config
     model, pairs = ready.whole_model()
     return verify_adapter(
         ready.base.path,
         ready.files.adapter,
-        ready.data.documents(),
+        _as_seen(ready.model, ready.data.documents()),
         ours=TrainedModel(model, pairs),
         settings=ParitySettings(max_tokens=config.verify_tokens, num_threads=config.num_threads or num_usable_cores()),
         served=None if config.runtime == "bridge" else ServerRuntime(config.runtime),
+        is_causal=ready.model.diffusion is None,
     )
 
 
@@ -406,13 +425,7 @@ def _report(
     return Report(
         title=ready.files.adapter.name,
         command=train_command(ready.config, ready.processes.local_count),
-        serve="\n".join(
-            (
-                serve_command(ready.config, ready.files),
-                chat_command(ready.config, ready.files),
-                ollama_command(ready.files),
-            )
-        ),
+        serve=serve_lines(ready.config, ready.files, is_diffusion=ready.model.diffusion is not None),
         summary={**_result_facts(ready.config, summary), **ready.facts},
         data=ready.data.lines(),
         metrics=list(read_metrics(ready.files.metrics)),

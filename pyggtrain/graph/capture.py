@@ -8,6 +8,9 @@ the pairs that turn up in it are those that llama.cpp will apply.
 Some models group their tokens in blocks, so that sizes are steps of the number of tokens, and read inputs that only
 they have. For these `capture_document` builds the graph of one document of a given length, and takes along what
 llama.cpp writes into inputs whose meaning is not known here.
+
+A few models abort llama.cpp where it attends without a cache. Theirs is the graph of serving, with cache and without
+flash attention.
 """
 
 import base64
@@ -88,6 +91,7 @@ class Captures:
         window: tokens that a sliding window spans; counts only where a mask is a window's.
         window_type: "none", "standard", "chunked" or "symmetric".
         is_causal: no token sees a later one.
+        is_diffusion: the model fills in masked tokens instead of continuing a text.
         uses_alibi: masks hold distances instead of zeros.
         attn_temperature: (floor, scale, offset) of the factor that queries grow by with their position.
         graphs: one for each of `LENGTHS`.
@@ -96,9 +100,14 @@ class Captures:
     window: int
     window_type: str
     is_causal: bool
+    is_diffusion: bool
     uses_alibi: bool
     attn_temperature: tuple[float, float, float]
     graphs: tuple[Capture, ...]
+
+
+class AbortError(BridgeError):
+    """llama.cpp aborted while it built a graph."""
 
 
 def capture(path: Path, *, num_ctx: int | None = None, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Captures:
@@ -137,6 +146,29 @@ def capture_text(
     num_tokens: int | None = None,
     lengths: Sequence[tuple[int, int]] = LENGTHS,
 ) -> bytes:
+    """What the child process writes about a GGUF file; with a cache where llama.cpp aborts without one.
+
+    Args, Raises: as for `_asked`, of which the error is that of the first attempt.
+    """
+    try:
+        return _asked(path, num_ctx=num_ctx, num_tokens=num_tokens, lengths=lengths, with_cache=False)
+    except AbortError as aborted:
+        if num_tokens is not None:
+            raise
+        try:
+            return _asked(path, num_ctx=num_ctx, num_tokens=None, lengths=lengths, with_cache=True)
+        except BridgeError:
+            raise aborted from None
+
+
+def _asked(
+    path: Path,
+    *,
+    num_ctx: int | None,
+    num_tokens: int | None,
+    lengths: Sequence[tuple[int, int]],
+    with_cache: bool,
+) -> bytes:
     """What the child process writes about a GGUF file.
 
     Args:
@@ -145,14 +177,16 @@ def capture_text(
             `context_length`.
         num_tokens: of one document; None: graphs for any number.
         lengths: (tokens, output rows) of each graph for any number.
+        with_cache: attention reads a cache and is written out, as in serving without flash attention.
 
     Raises:
-        BridgeError: llama.cpp refused the file, or aborted while it built a graph; with its message.
+        BridgeError: llama.cpp refused the file, with its message.
+        AbortError: it aborted while it built a graph.
     """
     # Not resolved: the parts of a split model are found by name, and a link's target may have another one.
     if num_tokens is not None:
         lengths = ((num_tokens, 64), (num_tokens, 192), (num_tokens, 64))
-    arguments = json.dumps([str(path.absolute()), num_ctx, lengths, num_tokens is not None])
+    arguments = json.dumps([str(path.absolute()), num_ctx, lengths, num_tokens is not None, with_cache])
     # A neutral folder to work in: `-m` looks there first, and a source folder without the compiled bridge would shadow
     # the package.
     environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
@@ -178,7 +212,7 @@ def capture_text(
             ) from None
         complaint = child.stderr.decode(errors="replace").strip()
         if child.returncode < 0:
-            raise BridgeError(
+            raise AbortError(
                 f"{path}: llama.cpp aborted while it built the graph (signal {-child.returncode}): "
                 f"{_last_lines(complaint)}"
             )
@@ -212,6 +246,7 @@ def read_captures(data: dict[str, Any]) -> Captures:
         window=_count(data["window"]),
         window_type=_text(data["window_type"]),
         is_causal=_flag(data["is_causal"]),
+        is_diffusion=_flag(data["is_diffusion"]),
         uses_alibi=_flag(data["uses_alibi"]),
         attn_temperature=_temperature(data["attn_temperature"]),
         graphs=captures,

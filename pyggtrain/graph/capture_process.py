@@ -12,13 +12,17 @@ from pyggtrain.child_memory import limit_memory
 from pyggtrain.errors import PyggtrainError
 
 
-def _capture(path: str, num_ctx: int | None, lengths: list[tuple[int, int]], is_document: bool) -> dict[str, object]:
+def _capture(
+    path: str, num_ctx: int | None, lengths: list[tuple[int, int]], is_document: bool, with_cache: bool
+) -> dict[str, object]:
     source = _bridge.GraphSource(path, with_lora=True)
     context = source.context_length if num_ctx is None else num_ctx
 
     def graph(index: int, num_tokens: int, num_outputs: int) -> list[_bridge.GraphTensor]:
         if not is_document:
-            return source.capture(num_tokens=num_tokens, num_outputs=num_outputs, num_ctx=context)
+            return source.capture(
+                num_tokens=num_tokens, num_outputs=num_outputs, num_ctx=context, with_cache=with_cache
+            )
         # The last document has other tokens: what llama.cpp writes into its inputs must not depend on them.
         stride = 7 if index == len(lengths) - 1 else 1
         tokens = [(1 + stride * place) % source.num_tokens for place in range(num_tokens)]
@@ -28,6 +32,7 @@ def _capture(path: str, num_ctx: int | None, lengths: list[tuple[int, int]], is_
         "window": source.window,
         "window_type": source.window_type,
         "is_causal": source.is_causal,
+        "is_diffusion": source.is_diffusion,
         "uses_alibi": source.uses_alibi,
         "attn_temperature": source.attn_temperature,
         "captures": [
@@ -57,11 +62,13 @@ def _capture(path: str, num_ctx: int | None, lengths: list[tuple[int, int]], is_
 
 
 def main() -> int:
-    """Arguments in argv[1] as JSON: [path, num_ctx or null, [[num_tokens, num_outputs], ...], one document each]."""
-    path, num_ctx, lengths, is_document = json.loads(sys.argv[1])
+    """Arguments in argv[1] as JSON: [path, num_ctx or null, [[num_tokens, num_outputs], ...], one document each,
+    with a cache].
+    """
+    path, num_ctx, lengths, is_document, with_cache = json.loads(sys.argv[1])
     try:
         limit_memory(_bridge.MappedGGUF(path).data_offset)
-        graphs = _capture(path, num_ctx, lengths, is_document)
+        graphs = _capture(path, num_ctx, lengths, is_document, with_cache)
     except PyggtrainError as error:
         sys.stderr.write(str(error))
         return error.exit_code

@@ -25,6 +25,18 @@ def _cells(frame: Frame, node: Node) -> torch.Tensor:
     return torch.arange(frame.batch.num_tokens, device=frame.rows.device)
 
 
+def _value_cells(frame: Frame, node: Node) -> torch.Tensor:
+    """Where values go in an empty cache: each token's cell, or, where the cache holds numbers by channel, the place of
+    each number of each token.
+    """
+    num_tokens = frame.batch.num_tokens
+    num_channels = frame.shape(node.shape)[-1] // num_tokens
+    cells = torch.arange(num_tokens, device=frame.rows.device)
+    if num_channels == 1:
+        return cells
+    return cells.unsqueeze(1) + num_tokens * torch.arange(num_channels, device=frame.rows.device)
+
+
 def _no_states(frame: Frame, node: Node) -> torch.Tensor:
     """Which state each sequence begins with; all of them are empty."""
     return torch.zeros(frame.shape(node.shape), dtype=torch.int64, device=frame.rows.device)
@@ -96,8 +108,8 @@ INPUTS: dict[str, Callable[[Frame, Node], torch.Tensor]] = {
     "positions_4": _positions_4,
     "s_copy": _no_states,
     "tokens": lambda frame, node: frame.batch.tokens_T,
-    "v_idxs": _cells,
-    "v_idxs_swa": _cells,
+    "v_idxs": _value_cells,
+    "v_idxs_swa": _value_cells,
     "v_rot": _hadamard,
     "v_rot_swa": _hadamard,
 }

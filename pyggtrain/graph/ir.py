@@ -140,6 +140,7 @@ class Graph:
     window: int
     window_type: str
     is_causal: bool
+    is_diffusion: bool
     uses_alibi: bool
     attn_temperature: tuple[float, float, float]
     ngrams: Ngrams | None = None
@@ -191,6 +192,7 @@ def _fit(captures: Captures, graphs: Sequence[Capture], fit_number: _Fit) -> Gra
         window=captures.window,
         window_type=captures.window_type,
         is_causal=captures.is_causal,
+        is_diffusion=captures.is_diffusion,
         uses_alibi=captures.uses_alibi,
         attn_temperature=captures.attn_temperature,
     )

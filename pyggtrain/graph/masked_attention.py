@@ -1,4 +1,4 @@
-"""Causal attention inside documents, with what `ops.attention` does not have: windows, soft-cap, sinks and ALiBi.
+"""Attention inside documents, with what `ops.attention` does not have: windows, soft-cap, sinks and ALiBi.
 
     s[t, u] = c q[t]·k[u];  s = p tanh(s / p) if soft-capped;  s -= m_h |t - u| with ALiBi (Press et al. 2022)
     o[t]    = Σ_u exp(s[t, u]) v[u] / (Σ_u exp(s[t, u]) + exp(sink_h))         u over the visible tokens of t's document
@@ -26,16 +26,18 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Mask:
-    """Which earlier tokens of its document a token sees.
+    """Which tokens of its document a token sees.
 
     Attributes:
         window_type: "none" (all), "standard" (itself and the window - 1 tokens before it), or "chunked" (from the
             start of its chunk of `window` positions on).
         window: tokens.
+        is_causal: it sees no later token. Otherwise it sees all, and there is no window.
     """
 
     window_type: str = "none"
     window: int = 0
+    is_causal: bool = True
 
     def variant(self, softcap: float, sinks_H: torch.Tensor | None) -> Variant:
         """The same for `ops.attention` on a GPU."""
@@ -82,7 +84,7 @@ def masked_attention(
         k_TNK, v_TNV: [T, N, K] and [T, N, V], H % N == 0.
         documents: their bounds.
         softmax_scale: c, multiplies q·k.
-        mask: causal inside a document in any case.
+        mask: which of these.
         softcap: p; 0: none.
         slopes_H: ALiBi's m, or None.
         sinks_H: logit of each head that takes weight and gives no value, or None.
@@ -91,21 +93,24 @@ def masked_attention(
         [T, H, V].
     """
     bounds = documents.bounds
+    if not mask.is_causal and not softcap and slopes_H is None and sinks_H is None:
+        return ops.attention(q_THK, k_TNK, v_TNV, documents, softmax_scale=softmax_scale, is_causal=False)
     if not q_THK.is_cuda and mask.window_type != "none" and documents.longest <= mask.window:
         mask = Mask()
     variant = mask.variant(softcap, sinks_H)
     is_wide = max(q_THK.shape[2], v_TNV.shape[2]) > MAX_HEAD
-    if slopes_H is None and (not is_wide if q_THK.is_cuda else variant.is_plain):
+    if mask.is_causal and slopes_H is None and (not is_wide if q_THK.is_cuda else variant.is_plain):
         return _of_one_width(q_THK, k_TNK, v_TNV, documents, softmax_scale, variant)
     parts = []
     for start, end in pairwise(bounds):
         for first in range(start, end, BLOCK):
             last = min(first + BLOCK, end)
             low = start + mask.first_visible(first - start)
+            high = last if mask.is_causal else end
             inputs = (
                 q_THK[first:last],
-                k_TNK[low:last],
-                v_TNV[low:last],
+                k_TNK[low:high],
+                v_TNV[low:high],
                 slopes_H,
                 sinks_H,
                 softmax_scale,
@@ -160,7 +165,9 @@ def _block(
     queries = torch.arange(first_query, first_query + num_queries, device=scores.device).unsqueeze(1)
     keys = torch.arange(first_key, first_key + k_SNK.shape[0], device=scores.device)
     if slopes_H is not None:
-        scores = scores - slopes_H.to(scores).reshape(-1, 1, 1) * (queries - keys).to(scores.dtype)
+        scores = scores - slopes_H.to(scores).reshape(-1, 1, 1) * (queries - keys).abs().to(scores.dtype)
+    if not mask.is_causal:
+        return _weighted_values(scores, v_SNV, sinks_H)
     is_hidden = keys > queries
     if mask.window_type == "standard":
         is_hidden = is_hidden | (queries - keys >= mask.window)

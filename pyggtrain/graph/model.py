@@ -28,6 +28,7 @@ from pyggtrain.graph.rewrite import Reach, name_rows_of_tokens, rewritten
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
 from pyggtrain.nn import (
     Batch,
+    Diffusion,
     ExpertLinear,
     FusedLayer,
     HostStash,
@@ -143,7 +144,9 @@ class ImportedModel(Model):
             graph, reach = training_graph(self._file, num_ctx=self.num_ctx)
         else:
             graph, reach = document_graph(self._file, num_tokens, num_ctx=self.num_ctx)
-        if not graph.is_causal:
+        if graph.is_diffusion:
+            self.diffusion = Diffusion.of(self._file.metadata)
+        elif not graph.is_causal:
             raise _EncoderError(
                 f"{self._file.path} is an encoder ({self._file.architecture}): its tokens see later ones, "
                 "and training needs a decoder."

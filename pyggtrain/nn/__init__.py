@@ -2,6 +2,7 @@
 
 from pyggtrain.nn.batch import Batch
 from pyggtrain.nn.checkpointing import GPU_POLICIES, POLICIES, kept_by, run_layer
+from pyggtrain.nn.diffusion import Diffusion
 from pyggtrain.nn.embedding import Embedding
 from pyggtrain.nn.expert_linear import ExpertLinear
 from pyggtrain.nn.fused_layer import AttentionHalf, FeedForwardHalf, FusedLayer, FusedLayers, can_run_fused
@@ -16,6 +17,7 @@ __all__ = [
     "POLICIES",
     "AttentionHalf",
     "Batch",
+    "Diffusion",
     "Embedding",
     "ExpertLinear",
     "FeedForwardHalf",

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pyggtrain.nn.batch import Batch
+from pyggtrain.nn.diffusion import Diffusion
 from pyggtrain.nn.expert_linear import ExpertLinear
 from pyggtrain.nn.fused_layer import FusedLayer
 from pyggtrain.nn.quant_linear import QuantLinear
@@ -31,6 +32,7 @@ class Model(nn.Module, ABC):
         own_layers: those that are computed here, where a model is split over processes (`training.pipeline`): `embed`
             on the first of them, `run_own_layers` on all, `loss_of` or `log_probs_of` on the last. None: the model
             cannot be split.
+        diffusion: how it fills in masked tokens; None: it continues a text, and no token sees a later one.
     """
 
     own_layers: range | None = None
@@ -45,6 +47,7 @@ class Model(nn.Module, ABC):
         self.kept: Sequence[Kept] | None = None
         self.loss_chunk: int | None = None
         self.neftune_noise_alpha = 0.0
+        self.diffusion: Diffusion | None = None
 
     @property
     @abstractmethod

@@ -1,6 +1,6 @@
-"""Causal softmax attention inside documents that lie one after another.
+"""Softmax attention inside documents that lie one after another; causal unless told otherwise.
 
-    o[t] = Σ_s softmax_s(c q[t]·k[s]) v[s]      s over the tokens of t's document with s <= t
+    o[t] = Σ_s softmax_s(c q[t]·k[s]) v[s]      s over the tokens of t's document, with s <= t if causal
 
 q [T, H, K], k and v [T, N, K], H a multiple of N: query head h reads kv head h // (H / N). On a GPU a token may see
 fewer keys, scores may be bent, and a head may have a sink (`Variant`).
@@ -8,7 +8,7 @@ fewer keys, scores may be bent, and a head may have a sink (`Variant`).
 On a CPU each document is one call of torch's scaled_dot_product_attention, whose flash kernel (forward and backward)
 never stores the scores and reads grouped heads without repeating them. On a GPU documents of one length are one call of
 cuDNN's kernel through torch, and documents of different lengths one call of our own, which needs no loop over them
-(docs/performance.md has both).
+(docs/performance.md has both). Attention that is not causal is one call of torch's for each document on either.
 """
 
 from dataclasses import dataclass
@@ -120,8 +120,9 @@ def attention(
     *,
     softmax_scale: float,
     variant: Variant = PLAIN,
+    is_causal: bool = True,
 ) -> torch.Tensor:
-    """Causal attention inside each document, none across.
+    """Attention inside each document, none across.
 
     Args:
         q_THK: float32 [T, H, K]; on a GPU also bfloat16 or float16.
@@ -129,6 +130,7 @@ def attention(
         documents: their bounds, or these as int32 [B + 1]. Many calls for one batch should share one `Documents`.
         softmax_scale: multiplies q·k.
         variant: what is not plain; on a CPU nothing may be.
+        is_causal: a token sees no later one.
 
     Returns:
         [T, H, K].
@@ -144,7 +146,7 @@ def attention(
     bounds = documents.bounds
     if bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(f"documents cover tokens {bounds[0]} to {bounds[-1]}: needed 0 to {num_tokens}")
-    if q_THK.is_cuda:
+    if q_THK.is_cuda and is_causal:
         output: torch.Tensor = _GpuAttention.apply(  # type: ignore[no-untyped-call]
             q_THK, k_TNK, v_TNK, documents, softmax_scale, variant
         )
@@ -152,14 +154,19 @@ def attention(
     if not variant.is_plain:
         raise ValueError(f"attention on {q_THK.device} with {variant}: needed plain causal attention")
     outputs = [
-        _causal(q_THK[start:end], k_TNK[start:end], v_TNK[start:end], softmax_scale) for start, end in pairwise(bounds)
+        _of_document(q_THK[start:end], k_TNK[start:end], v_TNK[start:end], softmax_scale, is_causal)
+        for start, end in pairwise(bounds)
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _causal(q_THK: torch.Tensor, k_TNK: torch.Tensor, v_TNK: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+def _of_document(
+    q_THK: torch.Tensor, k_TNK: torch.Tensor, v_TNK: torch.Tensor, softmax_scale: float, is_causal: bool
+) -> torch.Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THK, k_TNK, v_TNK))
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax_scale, enable_gqa=True)
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=softmax_scale, enable_gqa=True
+    )
     return o.squeeze(0).transpose(0, 1)
 
 

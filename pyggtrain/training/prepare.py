@@ -29,6 +29,7 @@ from pyggtrain.training.config import GPU_COMPUTE, TrainConfig
 from pyggtrain.training.data import RunData, load_data, longest_row, micro_batches
 from pyggtrain.training.gpu_memory import plan_fused
 from pyggtrain.training.init_adapter import read_init_adapter, taken_over
+from pyggtrain.training.masked_diffusion import objective_of
 from pyggtrain.training.memory import (
     MeasuredNeed,
     MemoryGuard,
@@ -42,7 +43,7 @@ from pyggtrain.training.memory import (
     tune_allocator,
 )
 from pyggtrain.training.memory_bound import plan_with_plenty
-from pyggtrain.training.objectives import OBJECTIVES, Document, Objective, Row
+from pyggtrain.training.objectives import Document, Objective, Row
 from pyggtrain.training.optimizers import check_optimizer
 from pyggtrain.training.output import OutputFiles, check_free_space, check_output
 from pyggtrain.training.pipeline import Pipeline, Split, shares_of, split_layers
@@ -120,7 +121,7 @@ class Preparation:
         facts |= {
             "rows": f"{len(data.rows)} to train on, {len(data.held_out)} held out; "
             f"at most {self.max_length} tokens each",
-            "method": _method_text(config),
+            "method": _method_text(config, self.model),
             "packing": f"{plan.num_units} packs of at most {config.max_seq_length} tokens, {100 * plan.fill:.1f} % full"
             if config.packing
             else "off",
@@ -166,7 +167,7 @@ class Preparation:
             )
             rows, held_out = reference.of(rows), reference.of(held_out)
         return Trainer(
-            OBJECTIVES[config.method](self.model, config),
+            objective_of(self.model, config),
             parameters,
             rows,
             held_out,
@@ -292,7 +293,7 @@ def prepare(config: TrainConfig) -> Preparation:
         memory = _of_part(config, model, device, data)
         model.checkpoint_policy = memory.policy
     elif planned is None and model.is_fused:
-        longest = _longest(config, data, OBJECTIVES[config.method](model, config))
+        longest = _longest(config, data, objective_of(model, config))
         memory, model.kept = plan_fused(model, config, device, tokenizer.num_tokens, longest)
     else:
         # With an adapter to start from the plan follows its ranks; a GPU is measured.
@@ -378,8 +379,10 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _method_text(config: TrainConfig) -> str:
+def _method_text(config: TrainConfig, model: Model) -> str:
     text = config.method if config.method == "sft" else f"{config.method}, beta {config.beta:g}"
+    if model.diffusion is not None:
+        text += f" by masked diffusion, mask token {model.diffusion.mask_token_id}"
     if config.neftune_noise_alpha > 0:
         text += f", noise on embeddings {config.neftune_noise_alpha:g}"
     ratio = "" if config.loraplus_lr_ratio == 1 else f", lora_b {config.loraplus_lr_ratio:g} times faster"
@@ -455,7 +458,7 @@ def _of_part(config: TrainConfig, model: Model, device: torch.device, data: RunD
 
 
 def _measured(config: TrainConfig, model: Model, device: torch.device, data: RunData) -> MemoryPlan:
-    objective = OBJECTIVES[config.method](model, config)
+    objective = objective_of(model, config, is_largest=True)
     return Planner(MeasuredNeed(objective, model, device), config, device, _longest(config, data, objective)).choose()
 
 

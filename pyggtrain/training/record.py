@@ -31,7 +31,7 @@ def make_record(run: Preparation, summary: TrainSummary, parity: Mapping[str, An
         "started": run.started,
         "finished": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": train_command(config, run.processes.local_count),
-        "serve": serve_command(config, run.files),
+        "serve": serve_command(config, run.files, is_diffusion=run.model.diffusion is not None),
         "settings": config.to_dict(),
         "versions": versions(),
         "base": {

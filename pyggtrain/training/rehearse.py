@@ -20,7 +20,8 @@ from pyggtrain.gguf import GGUFFile
 from pyggtrain.nn import Batch, Model
 from pyggtrain.ops import rehearsal, workspace
 from pyggtrain.training.config import TrainConfig
-from pyggtrain.training.objectives import OBJECTIVES, Document, Objective
+from pyggtrain.training.masked_diffusion import objective_of
+from pyggtrain.training.objectives import Document, Objective
 from pyggtrain.training.optim import Optimizer
 
 BASE, ADAPTER, OPTIMISER, GRADIENTS = "base file", "adapter", "optimiser", "gradients"
@@ -155,7 +156,7 @@ class Rehearsal:
             self._tape.name_rest(ADAPTER)
         self._model.neftune_noise_alpha = config.neftune_noise_alpha
         self._model.train()
-        self.objective: Objective = OBJECTIVES[config.method](self._model, config)
+        self.objective: Objective = objective_of(self._model, config, is_largest=True)
         self._parameters = {
             f"{name}.{half}": getattr(pair, half)
             for name, pair in adapter.pairs.items()

@@ -66,8 +66,30 @@ _SYSTEM = {"role": "system", "content": "An instruction."}
 _PROBES = ([_USER], [_USER, _ANSWER, _USER], [_SYSTEM, _USER], [_SYSTEM, _USER, _ANSWER, _USER])
 
 
-def serve_command(config: TrainConfig, files: OutputFiles) -> str:
-    """Return the shell line that serves the adapter with llama.cpp."""
+def serve_lines(config: TrainConfig, files: OutputFiles, *, is_diffusion: bool = False) -> str:
+    """Return the shell lines that run the adapter: a server, a chat in a terminal, an Ollama model.
+
+    Args:
+        is_diffusion: the model fills in masked tokens. Only llama.cpp's example for such models samples it, and that
+            loads no adapter: it is merged before.
+    """
+    if is_diffusion:
+        return serve_command(config, files, is_diffusion=True)
+    return "\n".join((serve_command(config, files), chat_command(config, files), ollama_command(files)))
+
+
+def serve_command(config: TrainConfig, files: OutputFiles, *, is_diffusion: bool = False) -> str:
+    """Return the shell line (two with a model that fills in masked tokens) that serves the adapter with llama.cpp."""
+    if is_diffusion:
+        merged = str(files.adapter.with_name(f"{files.adapter.stem}-merged.gguf"))
+        # llama-diffusion-cli fills its ubatch: prompt and answer together.
+        options = ["-ub", "512", "--diffusion-steps", "128", "--diffusion-block-length", "32", "-p", "Hello"]
+        return "\n".join(
+            (
+                shlex.join(["pyggtrain", "merge", config.model, str(files.adapter), merged]),
+                shlex.join(["llama-diffusion-cli", "-m", merged, *options]),
+            )
+        )
     return shlex.join(["llama-server", *_options(config, files)])
 
 
@@ -90,7 +112,14 @@ def _options(config: TrainConfig, files: OutputFiles) -> list[str]:
     return words
 
 
-def modelfile(base: Sequence[Path], files: OutputFiles, template: ChatTemplate | None, bos_token: str) -> str:
+def modelfile(
+    base: Sequence[Path],
+    files: OutputFiles,
+    template: ChatTemplate | None,
+    bos_token: str,
+    *,
+    is_diffusion: bool = False,
+) -> str:
     """Return an Ollama Modelfile for base and adapter.
 
     Args:
@@ -98,7 +127,10 @@ def modelfile(base: Sequence[Path], files: OutputFiles, template: ChatTemplate |
         files: of the run.
         template: the chat template that was trained with; None if there is none.
         bos_token: text of the token that begins every text; empty if there is none.
+        is_diffusion: the model fills in masked tokens, which Ollama does not do; the file then only says so.
     """
+    if is_diffusion:
+        return "# Ollama continues texts, and this model fills in masked tokens: it cannot be run there.\n"
     lines = [f"# {ollama_command(files)}", f"FROM {base[0].absolute()}", f"ADAPTER {files.adapter.absolute()}"]
     if len(base) > 1:
         lines.insert(

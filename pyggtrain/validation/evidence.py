@@ -119,12 +119,17 @@ def spread_positions(excerpts: Sequence[Excerpt], max_positions: int) -> list[Ex
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """llama.cpp with the base and adapter under test, to be opened with this or that setting."""
+    """llama.cpp with the base and adapter under test, to be opened with this or that setting.
+
+    Attributes:
+        is_causal: No token sees a later one. Otherwise llama.cpp computes a text only as a whole, without a cache.
+    """
 
     base: Path
     adapter: Path | None
     open_runtime: OpenRuntime
     settings: RuntimeSettings
+    is_causal: bool = True
 
     @contextmanager
     def opened(self, settings: RuntimeSettings | None = None) -> Iterator[tuple[Runtime, int]]:
@@ -137,12 +142,15 @@ class LlamaCpp:
 
         F16 keys and values are a rounding of their own, and so no yardstick where nothing else rounds. Products in
         float32 show what the rounding of activations does by itself: where few weights are quantised, the other ways
-        meet the same roundings as the plain one, and would call that noise nought.
+        meet the same roundings as the plain one, and would call that noise nought. A text that
+        is computed as a whole and rounds nothing leaves no variation at all.
         """
+        half = replace(self.settings, kv_type="F16")
+        if not self.is_causal:
+            return {} if strict else {"flash attention": replace(half, flash_attention=True)}
         one_by_one = {"ubatch 1": replace(self.settings, num_ubatch=1)}
         if strict:
             return one_by_one
-        half = replace(self.settings, kv_type="F16")
         return {
             **one_by_one,
             "float32 products": replace(self.settings, exact_products=True),

@@ -81,7 +81,9 @@ def compare_layers(
         for name in shown:
             reference_TD = plain[scale][name]
             own = [compare_rows(reference_TD, layers[scale][name]) for layers in varied]
-            noise = RowErrors(max(errors.worst for errors in own), max(errors.typical for errors in own))
+            noise = RowErrors(
+                max((errors.worst for errors in own), default=0.0), max((errors.typical for errors in own), default=0.0)
+            )
             differences.append(LayerDifference(name, scale, compare_rows(reference_TD, ours_at[scale][name]), noise))
     return differences, [name for name in names if name not in shown]
 

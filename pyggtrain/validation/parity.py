@@ -83,6 +83,7 @@ def verify_adapter(
     settings: ParitySettings | None = None,
     open_runtime: OpenRuntime = BridgeRuntime,
     served: Runtime | None = None,
+    is_causal: bool = True,
 ) -> ParityReport:
     """Compare our logits with llama.cpp's, without and with the adapter.
 
@@ -96,6 +97,7 @@ def verify_adapter(
         open_runtime: Opens llama.cpp with given settings.
         served: A runtime with settings of its own, such as a running llama-server. It is compared in place of
             `open_runtime`'s, which still measures the noise; the mode is "statistical".
+        is_causal: No token of the model sees a later one.
 
     Returns:
         The report; `passed` is False if any bound is broken. To fail is the caller's part.
@@ -103,15 +105,20 @@ def verify_adapter(
     Raises:
         DataError: No document has two tokens or more.
         AdapterError, BridgeError: llama.cpp refuses the adapter.
-        ConfigError: `served` serves another model.
+        ConfigError: `served` serves another model, or decodes token by token what the model computes as a whole.
     """
     settings = settings or ParitySettings()
+    if served is not None and not is_causal:
+        raise ConfigError(
+            f"runtime: {served.name} decodes one token after another, and this model computes a text as a whole. "
+            "Set runtime to bridge."
+        )
     text, notes = evidence.select_excerpts(documents, max_tokens=settings.max_tokens)
     excerpts = text if served is None else evidence.spread_positions(text, settings.max_served_positions)
     strict = served is None and _is_strict(settings, base_path)
     longest = max(len(excerpt.tokens) for excerpt in text)
     plain = RuntimeSettings(num_ctx=longest, num_ubatch=longest, num_threads=settings.num_threads)
-    llama_cpp = LlamaCpp(base_path, adapter_path, open_runtime, plain)
+    llama_cpp = LlamaCpp(base_path, adapter_path, open_runtime, plain, is_causal)
     theirs = _run_llama_cpp(llama_cpp, served, text, excerpts)
     noise = evidence.measure_noise(llama_cpp, text, theirs.reference, strict=strict)
     our_logits: Logits = {
@@ -126,7 +133,7 @@ def verify_adapter(
     if adapter_path is not None:
         checks.append(Check("pairs that llama.cpp loaded", theirs.num_pairs, ours.num_pairs, "equal to"))
         checks.append(Check("logits that scale 0 changes", theirs.num_changed, 0, "equal to"))
-        noise_kl = max(own.difference.mean_kl for at in noise.values() for own in at.values())
+        noise_kl = max((own.difference.mean_kl for at in noise.values() for own in at.values()), default=0.0)
         effect_checks, effect_notes = _effect_checks(
             llama_cpp, served, excerpts, ours, our_logits, theirs.logits, noise_kl
         )
@@ -223,11 +230,11 @@ def _agreement_checks(
     scale: float | None, agreement: Agreement, noise: Sequence[Spread], *, strict: bool
 ) -> list[Check]:
     label, difference = _label(scale), agreement.difference
-    max_kl = max(STRICT_KL, NOISE_FACTOR * max(own.difference.mean_kl for own in noise))
+    max_kl = max(STRICT_KL, NOISE_FACTOR * max((own.difference.mean_kl for own in noise), default=0.0))
     if not strict:
         max_kl += NUM_STANDARD_ERRORS * difference.kl_standard_error
     # Even an F32 file meets steps: ggml reads GELU from an F16 table, and a router picks its experts.
-    own_abs = max(own.difference.max_abs for own in noise)
+    own_abs = max((own.difference.max_abs for own in noise), default=0.0)
     max_abs = max(STRICT_RELATIVE_ERROR * difference.reference_rms, NOISE_FACTOR * own_abs)
     checks = [
         Check(f"{label}: mean KL(llama.cpp || ours)", difference.mean_kl, max_kl, unit="nats"),
@@ -241,7 +248,7 @@ def _agreement_checks(
         # log p - log q of near distributions has variance 2 KL for tokens drawn from them, so its mean over n tokens
         # wanders by sqrt(2 KL / n) around at most KL: four standard deviations. Tokens that the model does not expect
         # vary more; by how much is measured (KL goes with the square of a small change).
-        variance = max(2 * max_kl, NOISE_FACTOR * max(own.mean_squared_gap for own in noise))
+        variance = max(2 * max_kl, NOISE_FACTOR * max((own.mean_squared_gap for own in noise), default=0.0))
         max_gap = max_kl + 4 * math.sqrt(variance / agreement.num_targets)
         gap = abs(agreement.our_loss - agreement.their_loss)
         checks += [

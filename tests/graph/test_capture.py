@@ -8,7 +8,8 @@ import pytest
 
 from pyggtrain.errors import BridgeError
 from pyggtrain.gguf import GGUFFile, typed_metadata, write_gguf
-from pyggtrain.graph.capture import LENGTHS, capture, read_captures
+from pyggtrain.graph import capture as module
+from pyggtrain.graph.capture import LENGTHS, AbortError, capture, read_captures
 
 TENSOR = ["x", "ADD", "node", "f32", [1, 1, 2, 3], [24, 24, 12, 4], [0] * 16, [0, 0], -1, 0, ""]
 LEAF = ["x", "NONE", "input", "f32", [1, 1, 2, 3], [24, 24, 12, 4], [0] * 16, [], -1, 0, ""]
@@ -16,6 +17,7 @@ GRAPHS: dict[str, Any] = {
     "window": 0,
     "window_type": "none",
     "is_causal": True,
+    "is_diffusion": False,
     "uses_alibi": False,
     "attn_temperature": [8192, 0.1, 1.0],
     "captures": [{"num_tokens": 2, "num_outputs": 1, "tensors": [LEAF, TENSOR]}],
@@ -77,3 +79,26 @@ def test_text_that_is_no_graph_is_refused(place: int, value: object) -> None:
     data["captures"][0]["tensors"] = []
     with pytest.raises(ValueError, match="0 tensors"):
         read_captures(data)
+
+
+def test_a_model_that_aborts_without_a_cache_is_asked_with_one(
+    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = module._asked
+
+    def aborting(path: Path, *, with_cache: bool, **options: Any) -> bytes:
+        if not with_cache:
+            raise AbortError("llama.cpp aborted: GGML_ASSERT(a->ne[0] == b->ne[0]) failed")
+        return asked(path, with_cache=with_cache, **options)
+
+    monkeypatch.setattr(module, "_asked", aborting)
+    graph = capture(tiny_llama_path).graphs[0]
+    ops = {tensor.op for tensor in graph.tensors}
+    assert {"SET_ROWS", "SOFT_MAX"} <= ops and "FLASH_ATTN_EXT" not in ops
+
+    def hopeless(path: Path, *, with_cache: bool, **options: Any) -> bytes:
+        raise BridgeError("no") if with_cache else AbortError("the first reason")
+
+    monkeypatch.setattr(module, "_asked", hopeless)
+    with pytest.raises(AbortError, match="the first reason"):
+        capture(tiny_llama_path)

@@ -15,7 +15,16 @@ from pyggtrain.graph.lowering import LOWERINGS, lower
 from pyggtrain.graph.lowering.shape import read_view
 from pyggtrain.nn import Batch
 
-GRAPH = Graph((), 0, window=0, window_type="none", is_causal=True, uses_alibi=False, attn_temperature=(0, 0, 0))
+GRAPH = Graph(
+    (),
+    0,
+    window=0,
+    window_type="none",
+    is_causal=True,
+    is_diffusion=False,
+    uses_alibi=False,
+    attn_temperature=(0, 0, 0),
+)
 FRAME = Frame(Batch.from_documents([([1, 2, 3], [1, 2, 3])]), torch.arange(3))
 # These have files of tests of their own.
 ELSEWHERE = {
@@ -28,7 +37,7 @@ ELSEWHERE = {
         "LATENT_ATTENTION.kq_mask_swa",
     ),
     *("ROPE", "ROPE_BACK"),
-    *("GATED_DELTA_NET", "RWKV_WKV6", "RWKV_WKV7", "SSM_CONV", "SSM_SCAN"),
+    *("GATED_DELTA_NET", "GATED_LINEAR_ATTN", "RWKV_WKV6", "RWKV_WKV7", "SSM_CONV", "SSM_SCAN"),
     *("CONCAT.empty", "GATED_DELTA_NET.empty", "RWKV_WKV6.empty", "RWKV_WKV7.empty"),
     *("SSM_CONV.empty", "SSM_SCAN.empty"),
 }

@@ -11,7 +11,7 @@ from pyggtrain.ops import Documents
 
 BOUNDS = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
 NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS = 20, 4, 2
-MASKS = {"all": Mask(), "window": Mask("standard", 3), "chunks": Mask("chunked", 4)}
+MASKS = {"all": Mask(), "window": Mask("standard", 3), "chunks": Mask("chunked", 4), "document": Mask(is_causal=False)}
 EXTRAS = {
     "plain": {},
     "softcap": {"softcap": 1.5},
@@ -43,8 +43,9 @@ def written_out(
         start = max(int(bound) for bound in BOUNDS if bound <= token)
         position = token - start
         seen = []
-        for other in range(start, token + 1):
-            distance = token - other
+        end = next(int(bound) for bound in BOUNDS if bound > token)
+        for other in range(start, token + 1 if mask.is_causal else end):
+            distance = abs(token - other)
             if mask.window_type == "standard" and distance >= mask.window:
                 continue
             if mask.window_type == "chunked" and (other - start) // mask.window != position // mask.window:
@@ -57,7 +58,7 @@ def written_out(
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             if slopes_H is not None:
-                scores = scores - slopes_H[head] * torch.tensor([token - other for other in seen])
+                scores = scores - slopes_H[head] * torch.tensor([abs(token - other) for other in seen])
             weights = scores.exp()
             total = weights.sum() + (0 if sinks_H is None else sinks_H[head].exp())
             heads.append((weights / total) @ v[seen, kv_head])

@@ -11,6 +11,7 @@ from pyggtrain import _bridge
 from pyggtrain.adapters.lora import LoraConfig, attach
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.gguf import GGUFFile, QuantTensor, Tokenizer, quantize_tensor, typed_metadata, write_gguf
+from pyggtrain.graph import capture as capture_module
 from pyggtrain.graph.capture import capture
 from pyggtrain.graph.model import ImportedModel
 from pyggtrain.models.llama import Llama
@@ -56,6 +57,8 @@ MAMBA = {"ssm.conv_kernel": 4, **STATES}
 FAMILIES: dict[str, tuple[dict[str, object], Shapes, Shapes]] = {
     # Biases and an untied head.
     "qwen2": (RMS, {"output.weight": (VOCAB, WIDTH)}, attention_shapes(bias=True) | dense_shapes()),
+    # Attention to the whole document, no cache.
+    "dream": (RMS, {"output.weight": (VOCAB, WIDTH)}, attention_shapes(bias=True) | dense_shapes()),
     # A window in every other layer, soft-caps on scores and logits, norms after each part, GEGLU, a scaled embedding.
     "gemma2": (
         RMS | {"attention.sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
@@ -403,6 +406,23 @@ def test_an_encoder_is_refused(tiny_llama_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("pyggtrain.graph.model.cached_capture", lambda file, num_ctx, num_tokens=None: encoder)
     with pytest.raises(UnsupportedError, match="is an encoder"):
         ImportedModel(GGUFFile.open(tiny_llama_path))
+
+
+def test_a_graph_with_a_cache_computes_what_the_one_without_does(
+    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few models llama.cpp builds only that: keys and values go through memory, and the softmax is written out."""
+    file, batch = GGUFFile.open(tiny_llama_path), documents(5, 9)
+    wanted = ImportedModel(file, compute="exact").logits(batch)
+    text = capture_module._asked(
+        file.path, num_ctx=None, num_tokens=None, lengths=capture_module.LENGTHS, with_cache=True
+    )
+    cached = capture_module.parsed(file.path, text)
+    monkeypatch.setattr("pyggtrain.graph.model.cached_capture", lambda file, num_ctx, num_tokens=None: cached)
+    model = ImportedModel(file, compute="exact")
+    found = model.logits(batch)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert set(model.linears) == set(ImportedModel(file).linears)
 
 
 ROPE_KEYS = {

@@ -14,7 +14,14 @@ from pyggtrain.graph.lowering import Kernel, lower
 from pyggtrain.nn import Batch
 
 GRAPH = Graph(
-    (), 0, window=2, window_type="standard", is_causal=True, uses_alibi=False, attn_temperature=(2.0, 0.5, 1.0)
+    (),
+    0,
+    window=2,
+    window_type="standard",
+    is_causal=True,
+    is_diffusion=False,
+    uses_alibi=False,
+    attn_temperature=(2.0, 0.5, 1.0),
 )
 BATCH = Batch.from_documents([([1, 2, 3], [1, 2, 3]), ([4, 5], [4, 5])])
 FRAME = Frame(BATCH, torch.arange(5))
@@ -345,3 +352,17 @@ def test_the_token_before_is_none_for_the_first_of_a_document() -> None:
     wanted = torch.stack([zero, x[0, 0, 0], x[0, 0, 1], zero, x[0, 0, 3]])
     torch.testing.assert_close(kernel(FRAME, x[:, :, :-1])[0, 0], wanted)
     check_gradients(lambda frame, x: kernel(frame, x[:, :, :-1]), x)
+
+
+def test_gated_linear_attention_follows_its_recurrence() -> None:
+    num_tokens, num_heads, width = 3, 2, 2
+    k, v, q, g = (random(1, num_tokens, num_heads, width, seed=seed) for seed in range(4))
+    state = random(1, 1, 1, num_heads * width * width, seed=4)
+    kernel = kernel_of("GATED_LINEAR_ATTN", {0: 0.5}, (1, 1, 1, num_tokens * num_heads * width + state.numel()))
+    memory, outputs = state.reshape(num_heads, width, width), []
+    for t in range(num_tokens):
+        memory = g[0, t][..., None] * memory + torch.einsum("hk,hv->hkv", k[0, t], v[0, t])
+        outputs.append(0.5 * torch.einsum("hkv,hk->hv", memory, q[0, t]))
+    wanted = torch.cat([torch.stack(outputs).flatten(), memory.flatten()])
+    torch.testing.assert_close(kernel(FRAME, k, v, q, g, state).flatten(), wanted)
+    check_gradients(kernel, k, v, q, g, state)

@@ -116,6 +116,14 @@ static void complete(llm_arch arch, gguf_context * keys) {
             set("rope.dimension_count_swa", 64);
             break;
         }
+        case LLM_ARCH_GRANITE_SWITCH: {
+            const int32_t activate[] = { 1, 2 }, substitute[] = { 3, 4 };
+            set("adapters.count", 2);
+            set("adapters.lora_rank", 8);
+            gguf_set_arr_data(keys, "graniteswitch.adapters.token_ids_activate", GGUF_TYPE_INT32, activate, 2);
+            gguf_set_arr_data(keys, "graniteswitch.adapters.token_ids_substitute", GGUF_TYPE_INT32, substitute, 2);
+            break;
+        }
         default: break;
     }
     if (arch == LLM_ARCH_ARWKV7 || arch == LLM_ARCH_RWKV6QWEN2) {
@@ -137,6 +145,10 @@ static void generate(llm_arch arch, bool moe, const std::string & path) {
     gguf_set_kv(file.get(), keys.get());
     std::unordered_set<std::string> written;
     for (const auto & [name, tensor] : model->tensors_by_name) {
+        // Optional, but with it llama.cpp takes the model for an RWKV-6, whose other tensors it does not have.
+        if (arch == LLM_ARCH_RWKV6QWEN2 && has(name, "time_mix_first")) {
+            continue;
+        }
         // A tied head and shared rotation factors are there twice under one name.
         if (written.insert(name).second) {
             gguf_add_tensor(file.get(), tensor);

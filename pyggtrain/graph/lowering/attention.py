@@ -1,13 +1,14 @@
 """Attention: FLASH_ATTN_EXT, which names its mask, and SOFT_MAX, which some models write out around their own masks.
 
 `rewrite.name_masks` puts the meaning of the mask into the operation's name, so that none is made:
-"FLASH_ATTN_EXT.kq_mask" sees all earlier tokens, "FLASH_ATTN_EXT.kq_mask_swa" a window of them.
+"FLASH_ATTN_EXT.kq_mask" sees all earlier tokens (or all of its document), "FLASH_ATTN_EXT.kq_mask_swa" a window.
 """
 
 import math
 
 import torch
 
+from pyggtrain.errors import UnsupportedError
 from pyggtrain.graph.frame import Frame, in_full
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.kernel import Kernel, Lowering
@@ -28,8 +29,18 @@ def _tokens_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def mask_of(graph: Graph, meaning: str) -> Mask:
-    """The mask that an input of this meaning holds."""
-    return Mask(graph.window_type, graph.window) if meaning == "kq_mask_swa" else Mask()
+    """The mask that an input of this meaning holds.
+
+    Raises:
+        UnsupportedError: a window of tokens that see later ones.
+    """
+    if meaning != "kq_mask_swa":
+        return Mask(is_causal=graph.is_causal)
+    if not graph.is_causal:
+        raise UnsupportedError(
+            f"Tokens of this model see later ones within a {graph.window_type} window, which is not implemented."
+        )
+    return Mask(graph.window_type, graph.window)
 
 
 def _flash_attention(meaning: str | None) -> Lowering:
@@ -158,12 +169,14 @@ def dense_mask(frame: Frame, mask: Mask, *, uses_alibi: bool) -> torch.Tensor:
     documents = torch.repeat_interleave(torch.arange(batch.num_documents), batch.cu_seqlens.diff().long())
     documents = documents.to(batch.positions_T.device)
     queries, keys = batch.positions_T.unsqueeze(1), batch.positions_T
-    is_seen = (documents.unsqueeze(1) == documents) & (keys <= queries)
+    is_seen = documents.unsqueeze(1) == documents
+    if mask.is_causal:
+        is_seen &= keys <= queries
     if mask.window_type == "standard":
         is_seen &= queries - keys < mask.window
     elif mask.window_type == "chunked":
         is_seen &= keys >= queries // mask.window * mask.window
-    values = (keys - queries).float() if uses_alibi else torch.zeros(is_seen.shape, device=is_seen.device)
+    values = -(keys - queries).abs().float() if uses_alibi else torch.zeros(is_seen.shape, device=is_seen.device)
     return values.masked_fill(~is_seen, -math.inf)[None, None]
 
 
