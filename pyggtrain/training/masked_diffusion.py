@@ -142,16 +142,14 @@ def masked_excerpts(model: Model, documents: Sequence[Document]) -> list[Documen
     are not shifted, that of the last token is lost.
     """
     assert model.diffusion is not None, "a model that continues texts"
+    mask_token_id, shifts_logits = model.diffusion.mask_token_id, model.diffusion.shifts_logits
     excerpts: list[Document] = []
     for ids, labels in documents:
-        is_masked = [label != IGNORED and place % 2 == 1 for place, label in enumerate(labels)]
-        if model.diffusion.mask_token_id is None:
-            is_masked = [False] * len(ids)
-        tokens = [
-            model.diffusion.mask_token_id if is_mask else token for token, is_mask in zip(ids, is_masked, strict=True)
-        ]
-        kept = [label if is_mask else IGNORED for label, is_mask in zip(labels, is_masked, strict=True)]
-        excerpts.append((tokens, kept if model.diffusion.shifts_logits else [IGNORED, *kept[:-1]]))
+        tokens, kept = list(ids), [IGNORED] * len(ids)
+        for place in range(1, len(ids), 2):
+            if mask_token_id is not None and labels[place] != IGNORED:
+                tokens[place], kept[place] = mask_token_id, labels[place]
+        excerpts.append((tokens, kept if shifts_logits else [IGNORED, *kept[:-1]]))
     return excerpts
 
 
