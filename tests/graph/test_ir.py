@@ -18,7 +18,7 @@ def captures_of(*rows: tuple[int, ...]) -> Captures:
         params = tuple(row[position] for row in rows) + (0,) * (16 - len(rows))
         leaf = CapturedTensor("x", "NONE", "input", "f32", (1, 1, 1, 1), (4, 4, 4, 4), params, (), -1, 0)
         graphs.append(Capture(num_tokens, num_outputs, (leaf,)))
-    return Captures(0, "none", True, False, (0, 0, 0), tuple(graphs))
+    return Captures(0, "none", True, False, False, (0, 0, 0), tuple(graphs))
 
 
 @given(st.integers(-(10**6), 10**6), st.integers(-(10**4), 10**4), st.integers(-100, 100), st.integers(-(10**4), 10**4))
@@ -44,7 +44,7 @@ def test_a_graph_with_other_nodes_at_other_lengths_is_refused() -> None:
     first = captures.graphs[0]
     longer = Capture(first.num_tokens, first.num_outputs, first.tensors * 2)
     with pytest.raises(UnsupportedError, match="another number of nodes"):
-        fit(Captures(0, "none", True, False, (0, 0, 0), (longer, *captures.graphs[1:])))
+        fit(Captures(0, "none", True, False, False, (0, 0, 0), (longer, *captures.graphs[1:])))
 
 
 def test_a_size_that_is_no_whole_number_is_refused() -> None:

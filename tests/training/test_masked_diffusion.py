@@ -125,6 +125,7 @@ def test_the_mean_over_many_draws_is_the_exact_sum_over_masks(make_file: Make) -
     objective = MaskedDiffusion(model, config_of())
     batch = batch_of(objective, [row([5, 6], [7, 8])])
 
+    @torch.no_grad()
     def log_p(masks: tuple[bool, bool]) -> float:
         seen = [5, 6, MASK if masks[0] else 7, MASK if masks[1] else 8]
         logits = model.logits(Batch.from_documents([(seen, seen)])).log_softmax(-1)
