@@ -146,6 +146,8 @@ class ImportedModel(Model):
             graph, reach = document_graph(self._file, num_tokens, num_ctx=self.num_ctx)
         if graph.is_diffusion:
             self.diffusion = Diffusion.of(self._file.metadata)
+            # Halves of a layer attend to earlier tokens alone.
+            self._finds_halves = False
         elif not graph.is_causal:
             raise _EncoderError(
                 f"{self._file.path} is an encoder ({self._file.architecture}): its tokens see later ones, "
