@@ -248,7 +248,7 @@ def _agreement_checks(
         # log p - log q of near distributions has variance 2 KL for tokens drawn from them, so its mean over n tokens
         # wanders by sqrt(2 KL / n) around at most KL: four standard deviations. Tokens that the model does not expect
         # vary more; by how much is measured (KL goes with the square of a small change).
-        variance = max(2 * max_kl, NOISE_FACTOR * max(own.mean_squared_gap for own in noise))
+        variance = max(2 * max_kl, NOISE_FACTOR * max((own.mean_squared_gap for own in noise), default=0.0))
         max_gap = max_kl + 4 * math.sqrt(variance / agreement.num_targets)
         gap = abs(agreement.our_loss - agreement.their_loss)
         checks += [

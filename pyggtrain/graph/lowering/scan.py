@@ -250,6 +250,28 @@ def _rwkv_wkv7_empty(graph: Graph, node: Node) -> Kernel:
     return kernel
 
 
+def _gated_linear_attention(graph: Graph, node: Node) -> Kernel:
+    """Gated linear attention (Yang et al. 2023, eq. 3): S_t = diag(g_t) S_{t-1} + k_t v_tᵀ, y_t = c S_tᵀ q_t.
+
+    k, v, q, g [1, T, H, K], state [Q, H, K, K] in any shape, T / Q tokens for each of Q sequences.
+    """
+    scale = node.number(0)
+
+    def kernel(
+        frame: Frame, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, g: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        num_heads, width = k.shape[-2:]
+        states = state.reshape(-1, num_heads, width, width)
+        k, v, q, g = (x.reshape(states.shape[0], -1, num_heads, width) for x in (k, v, q, g))
+        outputs = []
+        for time in range(k.shape[1]):
+            states = states * g[:, time].unsqueeze(-1) + k[:, time].unsqueeze(-1) * v[:, time].unsqueeze(-2)
+            outputs.append((states * q[:, time].unsqueeze(-1)).sum(-2) * scale)
+        return _with_states(torch.stack(outputs, 1), [states], frame.shape(node.shape))
+
+    return kernel
+
+
 def _concat_empty(graph: Graph, node: Node) -> Kernel:
     """The row of the token before, nothing for a document's first: rows of all tokens but the last -> of all tokens."""
     dim = node.integer(0)
