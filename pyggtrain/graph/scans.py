@@ -62,7 +62,8 @@ def _state_space_span(
 
     def grouped(part: torch.Tensor) -> torch.Tensor:
         """[Q, T, heads, ...] -> [Q, c, g, r, l, ...]."""
-        chunks = part.unflatten(1, (-1, CHUNK)).unflatten(3, (num_groups, -1))
+        num_each = part.shape[2] // num_groups
+        chunks = part.reshape(num_sequences, -1, CHUNK, num_groups, num_each, *part.shape[3:])
         return chunks.permute(0, 1, 3, 4, 2, *range(5, chunks.dim()))
 
     g = grouped(log_decay).cumsum(-1)
@@ -76,7 +77,9 @@ def _state_space_span(
     num_chunks = left.shape[1]
     is_later = torch.ones(num_chunks + 1, num_chunks + 1, dtype=torch.bool, device=x.device).triu(1)
     faded = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(is_later[..., None, None], -math.inf).exp()
-    entering = torch.cat([state.unflatten(1, (num_groups, -1)).unsqueeze(1), left.unflatten(3, (-1, width))], 1)
+    entering = torch.cat(
+        [state.reshape(num_sequences, 1, num_groups, -1, *state.shape[2:]), left.unflatten(3, (-1, width))], 1
+    )
     states = torch.einsum("qijgr,qjgrpn->qigrpn", faded, entering)
     before, state = states[:, :-1], states[:, -1].flatten(1, 2)
     seen = (c @ before.flatten(3, 4).transpose(-1, -2)).unflatten(-1, (-1, width)).transpose(3, 4)

@@ -118,9 +118,9 @@ def _latent_attention(meaning: str) -> Lowering:
             c_TL = c.reshape(num_tokens, -1)
             w_k, w_v = (weight[0].to(c_TL.dtype) for weight in (w_k, w_v))
             q_THK = torch.cat([q[0].transpose(0, 1), q_rotated[0]], -1)
-            k_THK = torch.mm(c_TL, w_k.transpose(0, 1).flatten(1)).unflatten(1, (num_heads, -1))
+            k_THK = torch.mm(c_TL, w_k.transpose(0, 1).flatten(1)).view(num_tokens, num_heads, -1)
             k_THK = torch.cat([k_THK, k_rotated[0].expand(-1, num_heads, -1)], -1)
-            v_THV = torch.mm(c_TL, w_v.flatten(0, 1).t()).unflatten(1, (num_heads, -1))
+            v_THV = torch.mm(c_TL, w_v.flatten(0, 1).t()).view(num_tokens, num_heads, -1)
             o_THV = masked_attention(
                 q_THK,
                 k_THK,

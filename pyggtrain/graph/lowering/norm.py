@@ -36,7 +36,8 @@ def _l2_norm(graph: Graph, node: Node) -> Kernel:
 
     def kernel(frame: Frame, x: torch.Tensor) -> torch.Tensor:
         numbers = in_full(x)
-        return (numbers / torch.linalg.vector_norm(numbers, dim=-1, keepdim=True).clamp(min=eps)).to(x.dtype)
+        length: torch.Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
+        return (numbers / length.clamp(min=eps)).to(x.dtype)
 
     return kernel
 

@@ -298,28 +298,6 @@ def _at_least_float32(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(like.dtype, torch.float32))
 
 
-def _gated_linear_attention(graph: Graph, node: Node) -> Kernel:
-    """Gated linear attention (Yang et al. 2023, eq. 3): S_t = diag(g_t) S_{t-1} + k_t v_tᵀ, y_t = c S_tᵀ q_t.
-
-    k, v, q, g [1, T, H, K], state [Q, H, K, K] in any shape, T / Q tokens for each of Q sequences.
-    """
-    scale = node.number(0)
-
-    def kernel(
-        frame: Frame, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, g: torch.Tensor, state: torch.Tensor
-    ) -> torch.Tensor:
-        num_heads, width = k.shape[-2:]
-        states = state.reshape(-1, num_heads, width, width)
-        k, v, q, g = (x.reshape(states.shape[0], -1, num_heads, width) for x in (k, v, q, g))
-        outputs = []
-        for time in range(k.shape[1]):
-            states = states * g[:, time].unsqueeze(-1) + k[:, time].unsqueeze(-1) * v[:, time].unsqueeze(-2)
-            outputs.append((states * q[:, time].unsqueeze(-1)).sum(-2) * scale)
-        return _with_states(torch.stack(outputs, 1), [states], frame.shape(node.shape))
-
-    return kernel
-
-
 def _with_states(outputs: torch.Tensor, states: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
     return torch.cat([outputs.reshape(-1), *(state.reshape(-1) for state in states)]).reshape(shape)
 
