@@ -82,7 +82,8 @@ def _state_space_span(
     )
     states = torch.einsum("qijgr,qjgrpn->qigrpn", faded, entering)
     before, state = states[:, :-1], states[:, -1].flatten(1, 2)
-    seen = (c @ before.flatten(3, 4).transpose(-1, -2)).unflatten(-1, (-1, width)).transpose(3, 4)
+    seen = c @ before.flatten(3, 4).transpose(-1, -2)
+    seen = seen.view(*seen.shape[:-1], -1, width).transpose(3, 4)
     y = y + g.exp().unsqueeze(-1) * seen
     y = y.permute(0, 1, 4, 2, 3, 5).reshape(num_sequences, -1, num_heads, width)
     return y[:, :num_tokens], state
