@@ -77,9 +77,8 @@ def _state_space_span(
     num_chunks = left.shape[1]
     is_later = torch.ones(num_chunks + 1, num_chunks + 1, dtype=torch.bool, device=x.device).triu(1)
     faded = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(is_later[..., None, None], -math.inf).exp()
-    entering = torch.cat(
-        [state.reshape(num_sequences, 1, num_groups, -1, *state.shape[2:]), left.unflatten(3, (-1, width))], 1
-    )
+    start = state.reshape(num_sequences, 1, num_groups, -1, *state.shape[2:])
+    entering = torch.cat([start, left.view(*left.shape[:3], -1, width, left.shape[-1])], 1)
     states = torch.einsum("qijgr,qjgrpn->qigrpn", faded, entering)
     before, state = states[:, :-1], states[:, -1].flatten(1, 2)
     seen = c @ before.flatten(3, 4).transpose(-1, -2)
