@@ -11,6 +11,10 @@ from pyggtrain import _bridge
 from pyggtrain.child_memory import limit_memory
 from pyggtrain.errors import PyggtrainError
 
+# llama.cpp asks at once for room for as many nodes as a graph may ever have: 4 GiB are too few for glm5-next and
+# kimi-k3.
+GRAPH_BYTES = 16 << 30
+
 
 def _capture(
     path: str, num_ctx: int | None, lengths: list[tuple[int, int]], is_document: bool, with_cache: bool
@@ -67,7 +71,7 @@ def main() -> int:
     """
     path, num_ctx, lengths, is_document, with_cache = json.loads(sys.argv[1])
     try:
-        limit_memory(_bridge.MappedGGUF(path).data_offset)
+        limit_memory(_bridge.MappedGGUF(path).data_offset, base_bytes=GRAPH_BYTES)
         graphs = _capture(path, num_ctx, lengths, is_document, with_cache)
     except PyggtrainError as error:
         sys.stderr.write(str(error))

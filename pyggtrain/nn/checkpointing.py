@@ -10,7 +10,9 @@
 * "offload": nothing is left on a GPU but the layer at work; what is expensive to compute again waits in pinned host
   memory (`nn.host_stash`).
 
-A model knows only `run_layer`, and on a GPU `FusedLayers` (`nn.fused_layer`), which asks `kept_by`.
+A model knows only `run_layer`, and where its layers run fused `FusedLayers` (`nn.fused_layer`), which asks `kept_by`:
+there "none" keeps what each half cannot make again without a product, "matmuls" all of that but gate and up, "layers"
+the inputs of both halves.
 """
 
 from collections.abc import Callable

@@ -42,10 +42,10 @@ def test_an_abort_inside_llama_cpp_is_an_exception_with_its_message(tiny_llama_p
         capture(path)
 
 
-def test_a_file_that_llama_cpp_refuses_is_an_exception_with_its_reason(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_exception_with_its_reason(tmp_path: Path) -> None:
     path = tmp_path / "empty.gguf"
     path.write_bytes(b"GGUF")
-    with pytest.raises(BridgeError, match="empty.gguf: llama.cpp cannot load the model"):
+    with pytest.raises(BridgeError, match="empty.gguf: has 4 bytes, less than a GGUF header"):
         capture(path)
 
 

@@ -52,6 +52,7 @@ class Sketch:
             window=0,
             window_type="none",
             is_causal=True,
+            is_diffusion=False,
             uses_alibi=False,
             attn_temperature=(0, 0, 0),
         )
