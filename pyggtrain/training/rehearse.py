@@ -129,6 +129,7 @@ class Rehearsal:
     Attributes:
         objective: what a step minimises.
         num_parameters: trained numbers.
+        is_fused: layers run as the halves of `ops.fused`.
         base_bytes: of the file's tensors.
         paths: of the file and its parts.
 
@@ -163,6 +164,8 @@ class Rehearsal:
             for half in ("lora_a", "lora_b")
         }
         self.num_parameters = adapter.num_parameters
+        layers = self._model.fused_layers
+        self.is_fused = bool(layers) and all(layer.can_fuse(torch.float32, torch.device("meta")) for layer in layers)
 
     def trace(self, policy: str, documents: Sequence[Document]) -> Trace:
         """The first two optimiser steps of a run whose micro-batches all hold these documents.

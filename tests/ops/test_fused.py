@@ -17,8 +17,9 @@ from pyggtrain.graph.masked_attention import Mask, masked_attention
 from pyggtrain.models.llama import Block, Config
 from pyggtrain.nn import FusedLayer, QuantLinear
 from pyggtrain.nn.quant_linear import LoraPair
+from pyggtrain.ops import rehearsal
 from pyggtrain.ops.attention import Variant
-from pyggtrain.ops.fused import Kept
+from pyggtrain.ops.fused import Kept, can_fuse_on_cpu
 from pyggtrain.ops.rope import RopeTables, cpu_rope
 
 WIDTH, HEADS, KV_HEADS, HEAD, FF = 64, 4, 2, 16, 96
@@ -218,3 +219,11 @@ def test_8_bit_floats_change_nothing_but_the_rounding(
         torch.testing.assert_close(result, wanted, rtol=2e-4, atol=2e-5 * float(wanted.abs().max()))
     # q k v, output, gate and up, down: each forward and backward, and gate and up made again unless they are kept
     assert len(shapes) == 8 + (not kept.gate_up)
+
+
+def test_what_a_cpu_can_fuse_does_not_depend_on_who_asks_first() -> None:
+    can_fuse_on_cpu.cache_clear()
+    with rehearsal.rehearsal(lambda storage, operation: None):
+        inside = can_fuse_on_cpu(4, 2, 16)
+    can_fuse_on_cpu.cache_clear()
+    assert inside and can_fuse_on_cpu(4, 2, 16)

@@ -98,8 +98,15 @@ def test_trace_has_the_buffers_of_a_real_run(tiny_llama_path, policy, implementa
     num_bytes = 4 * adapter.num_parameters
     assert traced["adapter"] == num_bytes
     assert traced["optimiser"] == pytest.approx(2 * num_bytes, rel=0.05)
-    # A half of a layer hands over the gradients of all its pairs at once, beside those of an earlier micro-batch.
-    assert 0 < traced["gradients"] <= 1.5 * num_bytes
+    # Besides, a half of a layer hands over the gradients of all its pairs at once, and those of a later micro-batch
+    # wait beside the sum. In the graph each linear is on its own.
+    waiting = sum(
+        4 * half.numel()
+        for name, pair in adapter.pairs.items()
+        if name.startswith("blk.0.ffn")
+        for half in pair.parameters()
+    )
+    assert 0 < traced["gradients"] <= num_bytes + (waiting if implementation == "native" else 0)
 
 
 @pytest.mark.parametrize("settings", [{"method": "dpo"}, {"method": "orpo"}, {"optim": "muon"}, {"lora_dropout": 0.1}])
@@ -137,10 +144,9 @@ def test_no_weight_is_read_and_the_file_stays_as_it_is(tiny_llama_path, monkeypa
 
 def test_recomputing_costs_less_memory(rehearsal, tiny_llama_path):
     plans = [planner(rehearsal, tiny_llama_path, num_tokens=500).plan(policy, 2) for policy in POLICIES]
-    none, matmuls, layers = (plan.total_bytes for plan in plans)
-    # In a model this small, gate and up are less than what the allocator may hold back under "matmuls".
-    assert min(none, matmuls) > layers > 0
-    assert matmuls < 1.01 * none
+    # The program's own size is read anew for each, and grows while a first rehearsal brings in libraries.
+    none, matmuls, layers = (plan.total_bytes - plan.parts[memory.PROGRAM] for plan in plans)
+    assert none > matmuls > layers > 0
 
 
 def test_allocator_keeps_a_share_of_what_comes_and_goes(rehearsal, tiny_llama_path, monkeypatch):

@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pyggtrain.ops import quant_matmul
 from pyggtrain.ops.attention import Documents
@@ -182,8 +183,10 @@ class _Attention:
 @cache
 def can_fuse_on_cpu(num_heads: int, num_kv_heads: int, head_width: int) -> bool:
     """Whether torch's flash attention for CPUs takes such heads: these operations call it by name."""
-    q, k = (torch.empty(1, heads, 2, head_width) for heads in (num_heads, num_kv_heads))
-    return torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=True) == _FLASH
+    # The answer is for the CPU, also when a rehearsal is the first to ask.
+    with _disable_current_modes():
+        q, k = (torch.empty(1, heads, 2, head_width) for heads in (num_heads, num_kv_heads))
+        return torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=True) == _FLASH
 
 
 def _batched(x_THK: torch.Tensor) -> torch.Tensor:
