@@ -30,11 +30,11 @@ from pyggtrain.nn import (
     FusedLayer,
     FusedLayers,
     HostStash,
-    Model,
     QuantLinear,
     RMSNorm,
     RopeSettings,
     RopeTableCache,
+    SplittableModel,
     YarnSettings,
     activation_dtype,
     kept_by,
@@ -252,7 +252,7 @@ class Block(nn.Module):
         return output_TD
 
 
-class Llama(Model):
+class Llama(SplittableModel):
     """A `llama` file.
 
     Args:
@@ -297,7 +297,7 @@ class Llama(Model):
             return device if is_here else "cpu"
 
         tensors = Tensors(file, device_of)
-        self.own_layers = self._own_layers = own
+        self.own_layers = own
         self._device, self._dtype = torch.device(device), dtype or activation_dtype(device)
         self.config = config
         self.compute = compute
@@ -338,7 +338,7 @@ class Llama(Model):
 
     @property
     def _own_blocks(self) -> list[nn.Module]:
-        return [self.blk[index] for index in self._own_layers]
+        return [self.blk[index] for index in self.own_layers]
 
     def embed(self, batch: Batch) -> torch.Tensor:
         return self.with_noise(self.token_embd(batch.tokens_T), batch)
@@ -347,7 +347,7 @@ class Llama(Model):
         tables = self.rope.tables(batch)
         documents = batch.documents
         if self._can_fuse:
-            kept = self.kept or kept_by(self.checkpoint_policy, len(self._own_layers))
+            kept = self.kept or kept_by(self.checkpoint_policy, len(self.own_layers))
             return self._fused(x_TD, tables, documents, kept)
         for layer in self._own_blocks:
             x_TD = run_layer(layer, x_TD, tables, documents, policy=self.checkpoint_policy)

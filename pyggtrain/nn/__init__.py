@@ -8,7 +8,7 @@ from pyggtrain.nn.expert_half import ExpertHalf
 from pyggtrain.nn.expert_linear import ExpertLinear
 from pyggtrain.nn.fused_layer import AttentionHalf, FeedForwardHalf, FusedLayer, FusedLayers, can_run_fused
 from pyggtrain.nn.host_stash import HostStash
-from pyggtrain.nn.model import Model, activation_dtype, why_untrainable
+from pyggtrain.nn.model import Model, SplittableModel, activation_dtype, why_untrainable
 from pyggtrain.nn.quant_linear import LoraPair, QuantLinear
 from pyggtrain.nn.rms_norm import RMSNorm
 from pyggtrain.nn.rope import RopeSettings, RopeTableCache, YarnSettings
@@ -32,6 +32,7 @@ __all__ = [
     "RMSNorm",
     "RopeSettings",
     "RopeTableCache",
+    "SplittableModel",
     "YarnSettings",
     "activation_dtype",
     "can_run_fused",

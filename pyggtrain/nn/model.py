@@ -29,13 +29,8 @@ class Model(nn.Module, ABC):
         loss_chunk: tokens whose logits exist at the same time in `loss`; None: see
             `ops.linear_cross_entropy`.
         neftune_noise_alpha: strength of the noise that training adds to token embeddings; 0: none.
-        own_layers: those that are computed here, where a model is split over processes (`training.pipeline`): `embed`
-            on the first of them, `run_own_layers` on all, `loss_of` or `log_probs_of` on the last. None: the model
-            cannot be split.
         diffusion: how it fills in masked tokens; None: it continues a text, and no token sees a later one.
     """
-
-    own_layers: range | None = None
 
     def __init__(self, architecture: str) -> None:
         super().__init__()
@@ -86,22 +81,6 @@ class Model(nn.Module, ABC):
         never stored beyond a chunk.
         """
 
-    def embed(self, batch: Batch) -> torch.Tensor:
-        """The first layer's input [T, D]."""
-        raise NotImplementedError
-
-    def run_own_layers(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The output of the last own layer for the input of the first one, both [T, D]."""
-        raise NotImplementedError
-
-    def loss_of(self, x_TD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
-        """As `loss`, from the last layer's output [T, D]."""
-        raise NotImplementedError
-
-    def log_probs_of(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """As `log_probs`, from the last layer's output [T, D]."""
-        raise NotImplementedError
-
     def with_noise(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Token embeddings, in training with NEFTune's noise (Jain et al. 2023, 2310.05914, algorithm 1).
 
@@ -119,6 +98,33 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def logits(self, batch: Batch) -> torch.Tensor:
         """float32 [T, V], one row per token of the batch."""
+
+
+class SplittableModel(Model):
+    """A model that can be split over processes, layer by layer (`training.pipeline`): `embed` runs on the first of
+    them, `run_own_layers` on all, `loss_of` or `log_probs_of` on the last.
+
+    Attributes:
+        own_layers: those that are computed here.
+    """
+
+    own_layers: range
+
+    @abstractmethod
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """The first layer's input [T, D]."""
+
+    @abstractmethod
+    def run_own_layers(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The output of the last own layer for the input of the first one, both [T, D]."""
+
+    @abstractmethod
+    def loss_of(self, x_TD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
+        """As `loss`, from the last layer's output [T, D]."""
+
+    @abstractmethod
+    def log_probs_of(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """As `log_probs`, from the last layer's output [T, D]."""
 
 
 def activation_dtype(device: torch.device | str) -> torch.dtype:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from pyggtrain.errors import ConfigError
-from pyggtrain.nn import Batch, Model
+from pyggtrain.nn import Batch, SplittableModel
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.objectives import OBJECTIVES, DocumentLogProbs, Objective
 from pyggtrain.training.processes import Processes
@@ -103,7 +103,7 @@ def shares_of(config: TrainConfig, processes: Processes, free_bytes: int | None)
 class _Tail:
     """The part of a model behind the last layer, as the loss module of an objective."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: SplittableModel) -> None:
         self._model = model
         self.x_TD: torch.Tensor | None = None
 
@@ -153,7 +153,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: Model,
+        model: SplittableModel,
         config: TrainConfig,
         processes: Processes,
         device: torch.device,

@@ -22,7 +22,7 @@ from pyggtrain.gguf import GGUFFile, Tokenizer
 from pyggtrain.gguf.finite import check_finite
 from pyggtrain.gguf.hub import local_path
 from pyggtrain.gguf.readable import check_readable
-from pyggtrain.nn import LoraPair, Model, activation_dtype
+from pyggtrain.nn import LoraPair, Model, SplittableModel, activation_dtype
 from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
 from pyggtrain.training.config import GPU_COMPUTE, TrainConfig
@@ -210,6 +210,7 @@ class Preparation:
     def _pipeline(self) -> Pipeline | None:
         if self.split is None:
             return None
+        assert isinstance(self.model, SplittableModel), "no other is loaded in parts (models.load)"
         return Pipeline(
             self.model,
             self.config,
@@ -290,6 +291,7 @@ def prepare(config: TrainConfig) -> Preparation:
     model.neftune_noise_alpha = config.neftune_noise_alpha
     model.train()
     if split is not None:
+        assert isinstance(model, SplittableModel), "no other is loaded in parts (models.load)"
         memory = _of_part(config, model, device, data)
         model.checkpoint_policy = memory.policy
     elif planned is None and model.is_fused:
@@ -430,15 +432,14 @@ def _split(config: TrainConfig, base: GGUFFile, processes: Processes, device: to
     return split_layers([sizes[index] for index in range(len(sizes))], shares)
 
 
-def _of_part(config: TrainConfig, model: Model, device: torch.device, data: RunData) -> MemoryPlan:
+def _of_part(config: TrainConfig, model: SplittableModel, device: torch.device, data: RunData) -> MemoryPlan:
     """What this process's part of a split model takes at least. The leanest policy is taken if none is set: as many
     micro-batches as there are processes are on the way at the same time.
     """
     own = [
         linear
         for name, linear in model.linears.items()
-        if model.own_layers is not None
-        and ((layer := re.match(r"blk\.(\d+)\.", name)) is None or int(layer[1]) in model.own_layers)
+        if (layer := re.match(r"blk\.(\d+)\.", name)) is None or int(layer[1]) in model.own_layers
     ]
     num_parameters = sum(parameter.numel() for linear in own if linear.lora for parameter in linear.lora.parameters())
     longest = _longest_rows(config, data)(config.micro_batch_size)
