@@ -19,6 +19,7 @@ from pyggtrain.graph.frame import Frame
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.attention import mask_of
 from pyggtrain.graph.lowering.rope import Tables, tables_of
+from pyggtrain.graph.search import NoMatchError, Search, matches, require
 from pyggtrain.graph.weights import FrozenTensor, Weights
 from pyggtrain.nn import AttentionHalf, FeedForwardHalf, FusedLayer, HostStash, QuantLinear
 from pyggtrain.ops.attention import MAX_HEAD
@@ -93,10 +94,6 @@ def fused_layer(halves: Sequence[object]) -> FusedLayer | None:
     return None
 
 
-class _NoHalfError(Exception):
-    """The structure is another one."""
-
-
 def find_halves(graph: Graph, weights: Weights) -> list[Half]:
     """All halves of a graph, in its order.
 
@@ -105,21 +102,11 @@ def find_halves(graph: Graph, weights: Weights) -> list[Half]:
         weights: with the modules of its steps.
     """
     search = _Search(graph, weights)
-    found = []
-    for index, node in enumerate(graph.nodes):
-        try:
-            if node.op.startswith("FLASH_ATTN_EXT."):
-                found.append(search.attention(index))
-            elif node.op == "GLU.SWIGLU":
-                found.append(search.feed_forward(index))
-        except _NoHalfError:
-            continue
-    return found
-
-
-def _require(condition: bool) -> None:
-    if not condition:
-        raise _NoHalfError
+    ops = [node.op for node in graph.nodes]
+    begins = [index for index, op in enumerate(ops) if op.startswith("FLASH_ATTN_EXT.") or op == "GLU.SWIGLU"]
+    return matches(
+        begins, lambda index: search.feed_forward(index) if ops[index] == "GLU.SWIGLU" else search.attention(index)
+    )
 
 
 @dataclass(frozen=True)
@@ -143,32 +130,24 @@ class _Heads:
     scale: float
 
 
-class _Search:
-    def __init__(self, graph: Graph, weights: Weights) -> None:
-        self.graph, self.weights = graph, weights
-        self.users: list[list[int]] = [[] for _ in graph.nodes]
-        for index, node in enumerate(graph.nodes):
-            for source in node.sources:
-                if source is not None:
-                    self.users[source].append(index)
-
+class _Search(Search):
     def attention(self, index: int) -> Half:
         """The half around the attention `index`."""
         graph, node = self.graph, self.graph.nodes[index]
         nodes = {index}
-        _require(len(node.sources) >= 3 and node.number(1) == 0)
+        require(len(node.sources) >= 3 and node.number(1) == 0)
         q, k, v = (self._heads(source, nodes) for source in node.sources[:3])
-        _require(v.rope is None and v.norm is None and v.scale == 1 and k.count == v.count)
-        _require(q.width == k.width == v.width <= MAX_HEAD and q.count % k.count == 0)
+        require(v.rope is None and v.norm is None and v.scale == 1 and k.count == v.count)
+        require(q.width == k.width == v.width <= MAX_HEAD and q.count % k.count == 0)
         normed = {self._product(product, nodes) for product in (q.product, k.product, v.product)}
-        _require(len(normed) == 1)
+        require(len(normed) == 1)
         norm, x = self._norm(normed.pop(), nodes)
         qkv = self._qkv(q, k, v)
 
-        reshaped = self._only_user(index)
-        _require(graph.nodes[reshaped].op == "RESHAPE")
-        product = self._only_user(reshaped)
-        _require(graph.nodes[product].sources[1] == reshaped)
+        reshaped = self.only_user(index)
+        require(graph.nodes[reshaped].op == "RESHAPE")
+        product = self.only_user(reshaped)
+        require(graph.nodes[product].sources[1] == reshaped)
         self._product(product, nodes)
         nodes |= {reshaped, product}
         output = self._linear(product)
@@ -195,42 +174,37 @@ class _Search:
         node = self.graph.nodes[index]
         nodes = {index}
         products = [source for source in node.sources if source is not None]
-        _require(not node.integer(1))
+        require(not node.integer(1))
         normed = {self._product(product, nodes) for product in products}
-        _require(len(normed) == 1)
+        require(len(normed) == 1)
         norm, x = self._norm(normed.pop(), nodes)
-        product = self._only_user(index)
-        _require(self.graph.nodes[product].sources[1:] == (index,))
+        product = self.only_user(index)
+        require(self.graph.nodes[product].sources[1:] == (index,))
         self._product(product, nodes)
         result, selects_rows = self._residual_sum(product, x, nodes)
         modules = FeedForwardHalf(norm, tuple(self._linear(one) for one in products), self._linear(product))
-        _require(all(linear.bias is None for linear in modules.linears))
+        require(all(linear.bias is None for linear in modules.linears))
         return self._closed(Half(frozenset(nodes), (x,), result, modules, selects_rows))
 
     def _closed(self, half: Half) -> Half:
-        inside = half.nodes - {half.result}
-        _require(all(user in half.nodes for index in inside for user in self.users[index]))
+        self.require_closed(half.nodes, half.result)
         return half
-
-    def _only_user(self, index: int) -> int:
-        _require(len(self.users[index]) == 1)
-        return self.users[index][0]
 
     def _heads(self, index: int | None, nodes: set[int]) -> _Heads:
         """What attention reads, back to the product."""
         node = self._enter(index, nodes)
-        _require(node.op == "PERMUTE" and tuple(node.params[:4]) == _HEADS_FIRST)
+        require(node.op == "PERMUTE" and tuple(node.params[:4]) == _HEADS_FIRST)
         index, node = self._past_copies(node.sources[0], nodes)
         scale = 1.0
         if node.op == "SCALE":
-            _require(node.number(1) == 0)
+            require(node.number(1) == 0)
             scale = node.number(0)
             index, node = self._past_copies(node.sources[0], nodes)
         count, width = node.shape[2:]
         assert isinstance(count, int) and isinstance(width, int)
         rope = norm = None
         if node.op == "ROPE":
-            _require(node.integer(15) == 0)
+            require(node.integer(15) == 0)
             rope = index
             index, node = self._past_copies(node.sources[0], nodes)
         if node.op == "RMS_NORM":
@@ -242,18 +216,18 @@ class _Search:
             index, node = _first(node), self._enter(node.sources[0], nodes)
         product = self.graph.nodes[_first(node)]
         if node.op == "VIEW":
-            _require(isinstance(node.view_offset, int) and node.strides[3] == 4)
+            require(isinstance(node.view_offset, int) and node.strides[3] == 4)
             assert isinstance(node.view_offset, int)
             first = node.view_offset // 4
             is_in_heads = node.strides[2] == 4 * width and node.strides[1] == product.strides[2]
-            _require(is_in_heads or (node.shape[1] == 1 and node.strides[2] == product.strides[2]))
+            require(is_in_heads or (node.shape[1] == 1 and node.strides[2] == product.strides[2]))
         else:
-            _require(node.op == "RESHAPE" and product.shape[3] == count * width)
+            require(node.op == "RESHAPE" and product.shape[3] == count * width)
         return _Heads(_first(node), first, count, width, rope, norm, scale)
 
     def _enter(self, index: int | None, nodes: set[int]) -> Node:
         """A node that belongs to the half."""
-        _require(index is not None and not self.graph.nodes[index].is_leaf)
+        require(index is not None and not self.graph.nodes[index].is_leaf)
         assert index is not None
         nodes.add(index)
         return self.graph.nodes[index]
@@ -273,7 +247,7 @@ class _Search:
     def _product(self, index: int, nodes: set[int]) -> int:
         """What a product with a trainable weight reads."""
         node = self._enter(index, nodes)
-        _require(node.op == "MUL_MAT" and len(node.sources) >= 2 and node.sources[1] is not None)
+        require(node.op == "MUL_MAT" and len(node.sources) >= 2 and node.sources[1] is not None)
         self._linear(index)
         assert node.sources[1] is not None
         return node.sources[1]
@@ -282,18 +256,18 @@ class _Search:
         weight = self.graph.nodes[_first(self.graph.nodes[product])]
         module = self.weights.modules.get(weight.name) if weight.role == "weight" else None
         if not isinstance(module, QuantLinear):
-            raise _NoHalfError
+            raise NoMatchError
         return module
 
     def _norm(self, index: int, nodes: set[int]) -> tuple[NormWeight, int]:
         """A norm with weight, and the node that it reads."""
         node = self._enter(index, nodes)
-        _require(node.op == "RMS_NORM" and len(node.sources) == 2)
+        require(node.op == "RMS_NORM" and len(node.sources) == 2)
         return self._norm_weight(index), _first(node)
 
     def _norm_weight(self, index: int) -> NormWeight:
         node = self.graph.nodes[index]
-        _require(node.op == "RMS_NORM" and len(node.sources) == 2 and node.sources[1] is not None)
+        require(node.op == "RMS_NORM" and len(node.sources) == 2 and node.sources[1] is not None)
         assert node.sources[1] is not None
         return NormWeight(self._numbers(node.sources[1]), node.number(0))
 
@@ -302,64 +276,64 @@ class _Search:
         node = self.graph.nodes[index]
         module = self.weights.modules.get(node.name) if node.role == "weight" else None
         if not isinstance(module, FrozenTensor):
-            raise _NoHalfError
+            raise NoMatchError
         return module.values().flatten()
 
     def _qkv(self, q: _Heads, k: _Heads, v: _Heads) -> tuple[QuantLinear, ...]:
         """Linears whose rows, one after the other, are q, k and v."""
         products = q.product, k.product, v.product
         if len(set(products)) == 3:
-            _require(q.first == k.first == v.first == 0)
+            require(q.first == k.first == v.first == 0)
         else:
-            _require(len(set(products)) == 1)
-            _require((q.first, k.first, v.first) == (0, q.count * q.width, (q.count + k.count) * q.width))
+            require(len(set(products)) == 1)
+            require((q.first, k.first, v.first) == (0, q.count * q.width, (q.count + k.count) * q.width))
         linears = tuple(self._linear(product) for product in dict.fromkeys(products))
-        _require(sum(linear.shape[0] for linear in linears) == (q.count + 2 * k.count) * q.width)
+        require(sum(linear.shape[0] for linear in linears) == (q.count + 2 * k.count) * q.width)
         return linears
 
     def _head_norms(self, q: _Heads, k: _Heads) -> tuple[NormWeight, NormWeight] | None:
-        _require((q.norm is None) == (k.norm is None))
+        require((q.norm is None) == (k.norm is None))
         if q.norm is None or k.norm is None:
             return None
         norms = self._norm_weight(q.norm), self._norm_weight(k.norm)
-        _require(norms[0].eps == norms[1].eps)
-        _require(all(norm.weight.shape == (q.width,) for norm in norms))
+        require(norms[0].eps == norms[1].eps)
+        require(all(norm.weight.shape == (q.width,) for norm in norms))
         return norms
 
     def _rotation(self, q: _Heads, k: _Heads) -> tuple[Tables | None, tuple[int | None, ...]]:
-        _require((q.rope is None) == (k.rope is None))
+        require((q.rope is None) == (k.rope is None))
         if q.rope is None or k.rope is None:
             return None, ()
         node, other = self.graph.nodes[q.rope], self.graph.nodes[k.rope]
         angles = node.sources[1:]
-        _require(node.params == other.params and angles == other.sources[1:])
-        _require(all(source is None or self.graph.nodes[source].is_leaf for source in angles))
+        require(node.params == other.params and angles == other.sources[1:])
+        require(all(source is None or self.graph.nodes[source].is_leaf for source in angles))
         return tables_of(self.graph, node), angles
 
     def _residual_sum(self, product: int, x: int, nodes: set[int]) -> tuple[int, bool]:
         """The node that adds x to a product, and whether it does so for the wanted rows alone."""
-        node = self.graph.nodes[self._only_user(product)]
+        node = self.graph.nodes[self.only_user(product)]
         index, others, selects_rows = product, {x}, False
         if node.op == "GET_ROWS":
             rows = self.graph.nodes[node.sources[1]] if node.sources[1] is not None else None
-            _require(rows is not None and rows.role == "input" and rows.name == "out_ids")
-            index, selects_rows = self._only_user(product), True
+            require(rows is not None and rows.role == "input" and rows.name == "out_ids")
+            index, selects_rows = self.only_user(product), True
             others = {
                 user
                 for user in self.users[x]
                 if self.graph.nodes[user].op == "GET_ROWS" and self.graph.nodes[user].sources == (x, node.sources[1])
             }
             nodes |= {index, *others}
-        result = self._only_user(index)
+        result = self.only_user(index)
         node = self.graph.nodes[result]
-        _require(node.op == "ADD" and len(node.sources) == 2)
+        require(node.op == "ADD" and len(node.sources) == 2)
         first, second = node.sources
-        _require((first == index and second in others) or (second == index and first in others))
+        require((first == index and second in others) or (second == index and first in others))
         nodes.add(result)
         return result, selects_rows
 
 
 def _first(node: Node) -> int:
-    _require(bool(node.sources) and node.sources[0] is not None)
+    require(bool(node.sources) and node.sources[0] is not None)
     assert node.sources[0] is not None
     return node.sources[0]

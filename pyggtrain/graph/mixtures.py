@@ -15,6 +15,7 @@ import torch
 
 from pyggtrain.graph.frame import Frame
 from pyggtrain.graph.ir import Graph, Node
+from pyggtrain.graph.search import NoMatchError, Search, matches, require
 from pyggtrain.graph.weights import FrozenTensor, Weights
 from pyggtrain.nn import ExpertHalf, ExpertLinear, HostStash
 from pyggtrain.ops.fused import Kept
@@ -67,10 +68,6 @@ _UNITS: dict[str, Callable[[Node], tuple[float, float, float | None]]] = {
 }
 
 
-class _NoMixtureError(Exception):
-    """The structure is another one."""
-
-
 def find_mixtures(graph: Graph, weights: Weights) -> list[Mixture]:
     """All mixtures of experts of a graph, in its order.
 
@@ -78,52 +75,32 @@ def find_mixtures(graph: Graph, weights: Weights) -> list[Mixture]:
         graph: after all passes of `rewrite`.
         weights: with the modules of its steps.
     """
-    search = _Search(graph, weights)
-    found = []
-    for index, node in enumerate(graph.nodes):
-        if node.op in _UNITS:
-            try:
-                found.append(search.mixture(index))
-            except _NoMixtureError:
-                continue
-    return found
+    units = [index for index, node in enumerate(graph.nodes) if node.op in _UNITS]
+    return matches(units, _Search(graph, weights).mixture)
 
 
-def _require(condition: bool) -> None:
-    if not condition:
-        raise _NoMixtureError
-
-
-class _Search:
-    def __init__(self, graph: Graph, weights: Weights) -> None:
-        self.graph, self.weights = graph, weights
-        self.users: list[list[int]] = [[] for _ in graph.nodes]
-        for index, node in enumerate(graph.nodes):
-            for source in node.sources:
-                if source is not None:
-                    self.users[source].append(index)
-
+class _Search(Search):
     def mixture(self, index: int) -> Mixture:
         """The mixture around the SwiGLU `index`."""
         glu = self.graph.nodes[index]
-        _require(len(glu.sources) == 2 and not glu.integer(1))
+        require(len(glu.sources) == 2 and not glu.integer(1))
         nodes = {index}
         (gate, gate_bias), (up, up_bias) = (self._product(source, nodes) for source in glu.sources)
-        down = self._only_user(index)
+        down = self.only_user(index)
         last, down_bias = self._with_bias(down, nodes)
         read = {self.graph.nodes[product].sources[1:] for product in (gate, up)}
-        _require(len(read) == 1)
+        require(len(read) == 1)
         spread, ids = read.pop()
-        _require(self._node(down, "MUL_MAT_ID").sources[1:] == (index, ids))
+        require(self._node(down, "MUL_MAT_ID").sources[1:] == (index, ids))
         node = self._node(spread, "RESHAPE")
-        _require(node.shape[2] == 1)
+        require(node.shape[2] == 1)
         z = node.sources[0]
-        weighted = self._only_user(last)
+        weighted = self.only_user(last)
         node = self._node(weighted, "MUL")
-        _require(node.sources[0] == last)
+        require(node.sources[0] == last)
         probs = node.sources[1]
         assert spread is not None and ids is not None and z is not None and probs is not None
-        _require(self.graph.nodes[probs].shape[3] == 1)
+        require(self.graph.nodes[probs].shape[3] == 1)
         nodes |= {spread, weighted}
         result = self._sum(weighted, nodes)
         # A residual that is there already and added right away is part of the last pass over the sum. What shared
@@ -136,8 +113,7 @@ class _Search:
             if node.op == "ADD" and len(others) == 1 and self._is_value(others[0], node, before=spread):
                 residual, result = others[0], user
                 nodes.add(user)
-        inside = nodes - {result}
-        _require(all(user in nodes for index in inside for user in self.users[index]))
+        self.require_closed(nodes, result)
         biases = (gate_bias, up_bias, down_bias)
         gate_linear, up_linear, down_linear = (self._module(product) for product in (gate, up, down))
         alpha, offset, limit = _UNITS[glu.op](glu)
@@ -150,17 +126,17 @@ class _Search:
         count, width = node.shape[2:]
         assert isinstance(count, int) and isinstance(width, int)
         views = self.users[weighted]
-        _require(len(views) == count > 1)
+        require(len(views) == count > 1)
         for place, view in enumerate(views):
             part = self._node(view, "VIEW")
-            _require(part.view_offset == 4 * width * place and part.strides[2:] == (node.strides[1], 4))
-            _require(part.shape == (1, 1, node.shape[1], width))
+            require(part.view_offset == 4 * width * place and part.strides[2:] == (node.strides[1], 4))
+            require(part.shape == (1, 1, node.shape[1], width))
         nodes |= set(views)
         result = views[0]
         for view in views[1:]:
-            total = self._only_user(view)
+            total = self.only_user(view)
             node = self._node(total, "ADD")
-            _require(set(node.sources) == {result, view} and self._only_user(result) == total)
+            require(set(node.sources) == {result, view} and self.only_user(result) == total)
             result = total
             nodes.add(result)
         return result
@@ -170,7 +146,7 @@ class _Search:
         return index is not None and index < before and self.graph.nodes[index].shape == like.shape
 
     def _node(self, index: int | None, op: str) -> Node:
-        _require(index is not None and self.graph.nodes[index].op == op)
+        require(index is not None and self.graph.nodes[index].op == op)
         assert index is not None
         return self.graph.nodes[index]
 
@@ -179,24 +155,24 @@ class _Search:
         assert index is not None
         node = self.graph.nodes[index]
         product = node.sources[0] if node.op == "ADD_ID" else index
-        _require(len(self._node(product, "MUL_MAT_ID").sources) == 3)
+        require(len(self._node(product, "MUL_MAT_ID").sources) == 3)
         assert product is not None
         last, bias = self._with_bias(product, nodes)
-        _require(last == index)
+        require(last == index)
         return product, bias
 
     def _with_bias(self, product: int, nodes: set[int]) -> tuple[int, torch.Tensor | None]:
         """The node that adds a product's bias, and the bias [E, N]; the product itself and None if it has none."""
         nodes.add(product)
-        user = self._only_user(product)
+        user = self.only_user(product)
         node = self.graph.nodes[user]
         if node.op != "ADD_ID":
             return product, None
-        _require(node.sources[0] == product and node.sources[2] == self.graph.nodes[product].sources[2])
+        require(node.sources[0] == product and node.sources[2] == self.graph.nodes[product].sources[2])
         assert node.sources[1] is not None
         module = self.weights.modules.get(self.graph.nodes[node.sources[1]].name)
         if not isinstance(module, FrozenTensor):
-            raise _NoMixtureError
+            raise NoMatchError
         nodes.add(user)
         return user, module.values().flatten(0, -2)
 
@@ -205,9 +181,5 @@ class _Search:
         assert first is not None
         module = self.weights.modules.get(self.graph.nodes[first].name)
         if not isinstance(module, ExpertLinear):
-            raise _NoMixtureError
+            raise NoMatchError
         return module
-
-    def _only_user(self, index: int) -> int:
-        _require(len(self.users[index]) == 1)
-        return self.users[index][0]
