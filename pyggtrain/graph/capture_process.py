@@ -12,14 +12,17 @@ from pyggtrain.child_memory import limit_memory
 from pyggtrain.errors import PyggtrainError
 
 # llama.cpp asks at once for room for as many nodes as a graph may ever have: 4 GiB are too few for glm5-next and
-# kimi-k3.
+# kimi-k3. It may have them once it has read the header, which says how many.
 GRAPH_BYTES = 16 << 30
 
 
 def _capture(
     path: str, num_ctx: int | None, lengths: list[tuple[int, int]], is_document: bool, with_cache: bool
 ) -> dict[str, object]:
+    header_bytes = _bridge.MappedGGUF(path).data_offset
+    limit_memory(header_bytes)
     source = _bridge.GraphSource(path, with_lora=True)
+    limit_memory(header_bytes, base_bytes=GRAPH_BYTES)
     context = source.context_length if num_ctx is None else num_ctx
 
     def graph(index: int, num_tokens: int, num_outputs: int) -> list[_bridge.GraphTensor]:
@@ -71,7 +74,6 @@ def main() -> int:
     """
     path, num_ctx, lengths, is_document, with_cache = json.loads(sys.argv[1])
     try:
-        limit_memory(_bridge.MappedGGUF(path).data_offset, base_bytes=GRAPH_BYTES)
         graphs = _capture(path, num_ctx, lengths, is_document, with_cache)
     except PyggtrainError as error:
         sys.stderr.write(str(error))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_models import LAYERS, VOCAB, write_dense
+from dense_models import LAYERS, losses_and_gradients, write_dense
 from torch import nn
 
 from pyggtrain.adapters.lora import LoraConfig, attach
@@ -18,31 +18,13 @@ from pyggtrain.graph.importer import import_steps
 from pyggtrain.graph.ir import Graph
 from pyggtrain.graph.model import ImportedModel, training_graph
 from pyggtrain.graph.weights import Weights
-from pyggtrain.nn import AttentionHalf, Batch, FeedForwardHalf
+from pyggtrain.nn import AttentionHalf, FeedForwardHalf
 from pyggtrain.ops.fused import Kept
 
 
 @pytest.fixture(autouse=True)
 def _halves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
-
-
-def trained(path: Path, *, fused: bool, kept: list[Kept] | None = None) -> tuple[ImportedModel, list[torch.Tensor]]:
-    """The model, its loss, and the gradients of pairs on all its linears."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_model, "can_run_fused", lambda dtype, device: fused)
-        model = ImportedModel(GGUFFile.open(path))
-    adapter = attach(model, LoraConfig(r=2, lora_alpha=3.0), seed=0)
-    generator = torch.Generator().manual_seed(1)
-    for pair in adapter.pairs.values():
-        pair.lora_b.data = torch.randn(pair.lora_b.shape, generator=generator) * 0.2
-    model.kept = kept
-    tokens = torch.randint(1, VOCAB, (24,), generator=generator).tolist()
-    labels = [-100 if place % 3 == 0 else token for place, token in enumerate(tokens)]
-    batch = Batch.from_documents([(tokens[:15], labels[:15]), (tokens[15:], labels[15:])])
-    loss, num_targets = model.loss(batch)
-    assert num_targets == batch.num_targets
-    return model, [loss.detach(), *torch.autograd.grad(loss, adapter.parameters())]
 
 
 @pytest.fixture(scope="module", params=LAYERS)
@@ -56,9 +38,9 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 )
 @pytest.mark.parametrize("kept", [Kept(), Kept(attention=False), Kept(gate_up=True, weights=True)], ids=str)
 def test_fused_layers_give_the_loss_and_gradients_of_the_graph(path: Path, kept: Kept) -> None:
-    model, found = trained(path, fused=True, kept=[kept, Kept()])
+    model, found = losses_and_gradients(path, fused=True, kept=[kept, Kept()])
     assert model.is_fused and len(model.fused_layers) == 2
-    plain, wanted = trained(path, fused=False)
+    plain, wanted = losses_and_gradients(path, fused=False)
     assert not plain.is_fused
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))

@@ -4,17 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from dense_models import HEAD, HEADS, QKV, WIDTH, losses_and_gradients, write_two_layers
 
-from pyggtrain.adapters.lora import LoraConfig, attach
-from pyggtrain.gguf import GGUFFile, QuantTensor, quantize_tensor, write_gguf
-from pyggtrain.graph import model as graph_model
 from pyggtrain.graph.mixtures import Mixture
 from pyggtrain.graph.model import ImportedModel
-from pyggtrain.nn import Batch
 from pyggtrain.ops.fused import Kept
 
-WIDTH, HEADS, KV_HEADS, HEAD, FF, EXPERTS, CHOSEN, VOCAB = 64, 4, 2, 16, 32, 5, 3, 96
-QKV = {"attn_q": HEADS * HEAD, "attn_k": KV_HEADS * HEAD, "attn_v": KV_HEADS * HEAD}
+FF, EXPERTS, CHOSEN = 32, 5, 3
 MIXTURE = {
     **{f"{name}.weight": (size, WIDTH) for name, size in QKV.items()},
     "attn_norm.weight": (WIDTH,),
@@ -57,58 +53,9 @@ LAYERS: dict[str, tuple[dict[str, object], dict[str, tuple[int, ...]]]] = {
 
 
 def write_tiny(path: Path, architecture: str) -> Path:
-    """Two layers with random weights near real scale, all F32."""
     keys, inside = LAYERS[architecture]
-    generator = torch.Generator().manual_seed(1)
-
-    def tensor(name: str, shape: tuple[int, ...]) -> QuantTensor:
-        values = torch.randn(shape, generator=generator)
-        if "norm" in name:
-            values = 1 + 0.1 * values
-        elif name != "token_embd.weight":
-            values = 1.2 * values / shape[-1] ** 0.5
-        return quantize_tensor(name, values, "F32")
-
-    outside = {"token_embd.weight": (VOCAB, WIDTH), "output.weight": (VOCAB, WIDTH), "output_norm.weight": (WIDTH,)}
-    shapes = outside | {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in inside.items()}
-    metadata = {
-        "block_count": 2,
-        "context_length": 256,
-        "embedding_length": WIDTH,
-        "feed_forward_length": 2 * FF,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.dimension_count": HEAD,
-        "expert_count": EXPERTS,
-        "expert_used_count": CHOSEN,
-        "vocab_size": VOCAB,
-        **keys,
-    }
-    typed = {f"{architecture}.{key}": value for key, value in metadata.items()}
-    write_gguf(
-        path,
-        {"general.architecture": architecture, **typed, "tokenizer.ggml.model": "no_vocab"},
-        [tensor(name, shape) for name, shape in shapes.items()],
-    )
-    return path
-
-
-def trained(path: Path, *, fused: bool, kept: list[Kept] | None = None) -> tuple[ImportedModel, list[torch.Tensor]]:
-    """The model, its loss, and the gradients of pairs on all its linears."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_model, "can_run_fused", lambda dtype, device: fused)
-        model = ImportedModel(GGUFFile.open(path))
-    adapter = attach(model, LoraConfig(r=2, lora_alpha=3.0), seed=0)
-    generator = torch.Generator().manual_seed(1)
-    for pair in adapter.pairs.values():
-        pair.lora_b.data = torch.randn(pair.lora_b.shape, generator=generator) * 0.2
-    model.kept = kept
-    tokens = torch.randint(1, VOCAB, (16,), generator=generator).tolist()
-    labels = [-100 if place % 3 == 0 else token for place, token in enumerate(tokens)]
-    batch = Batch.from_documents([(tokens[:9], labels[:9]), (tokens[9:], labels[9:])])
-    loss, _ = model.loss(batch)
-    return model, [loss.detach(), *torch.autograd.grad(loss, adapter.parameters())]
+    experts = {"feed_forward_length": 2 * FF, "expert_count": EXPERTS, "expert_used_count": CHOSEN}
+    return write_two_layers(path, architecture, experts | keys, inside)
 
 
 def mixtures(model: ImportedModel) -> list[Mixture]:
@@ -130,9 +77,9 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     torch.cuda.is_available(), reason="kernels are compiled where there is a GPU, and this runs on a CPU"
 )
 def test_fused_experts_give_the_loss_and_gradients_of_the_graph(path: Path) -> None:
-    model, found = trained(path, fused=True, kept=[Kept(), Kept(gate_up=True)])
+    model, found = losses_and_gradients(path, fused=True, kept=[Kept(), Kept(gate_up=True)])
     assert len(mixtures(model)) == 2
-    plain, wanted = trained(path, fused=False)
+    plain, wanted = losses_and_gradients(path, fused=False)
     assert not mixtures(plain)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))

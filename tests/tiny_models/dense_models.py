@@ -2,11 +2,18 @@
 its models (a scale of its own for each matrix).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 
-from pyggtrain.gguf import QuantTensor, quantize_tensor, write_gguf
+from pyggtrain.adapters.lora import LoraConfig, attach
+from pyggtrain.gguf import GGUFFile, QuantTensor, quantize_tensor, write_gguf
+from pyggtrain.graph import model as graph_model
+from pyggtrain.graph.model import ImportedModel
+from pyggtrain.nn import Batch
+from pyggtrain.ops.fused import Kept
 
 WIDTH, HEADS, KV_HEADS, HEAD, FF, VOCAB = 64, 4, 2, 16, 96, 96
 QKV = {"attn_q": HEADS * HEAD, "attn_k": KV_HEADS * HEAD, "attn_v": KV_HEADS * HEAD}
@@ -38,8 +45,21 @@ LAYERS: dict[str, tuple[dict[str, object], dict[str, tuple[int, ...]]]] = {
 
 
 def write_dense(path: Path, architecture: str) -> Path:
-    """Two layers with random weights near real scale, all F32."""
-    keys, inside = LAYERS[architecture]
+    """Two of these layers."""
+    return write_two_layers(path, architecture, *LAYERS[architecture])
+
+
+def write_two_layers(
+    path: Path, architecture: str, keys: Mapping[str, object], inside: Mapping[str, tuple[int, ...]]
+) -> Path:
+    """Two layers with random weights near real scale, all F32.
+
+    Args:
+        path: file to write.
+        architecture: `general.architecture`.
+        keys: metadata besides what all have, or instead of it; without the architecture's name before it.
+        inside: tensors of each layer.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def tensor(name: str, shape: tuple[int, ...]) -> QuantTensor:
@@ -71,3 +91,23 @@ def write_dense(path: Path, architecture: str) -> Path:
         [tensor(name, shape) for name, shape in shapes.items()],
     )
     return path
+
+
+def losses_and_gradients(
+    path: Path, *, fused: bool, kept: list[Kept] | None = None
+) -> tuple[ImportedModel, list[torch.Tensor]]:
+    """A file's graph as a model, its loss on two documents, and the gradients of pairs on all its linears."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_model, "can_run_fused", lambda dtype, device: fused)
+        model = ImportedModel(GGUFFile.open(path))
+    adapter = attach(model, LoraConfig(r=2, lora_alpha=3.0), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for pair in adapter.pairs.values():
+        pair.lora_b.data = torch.randn(pair.lora_b.shape, generator=generator) * 0.2
+    model.kept = kept
+    tokens = torch.randint(1, VOCAB, (24,), generator=generator).tolist()
+    labels = [-100 if place % 3 == 0 else token for place, token in enumerate(tokens)]
+    batch = Batch.from_documents([(tokens[:15], labels[:15]), (tokens[15:], labels[15:])])
+    loss, num_targets = model.loss(batch)
+    assert num_targets == batch.num_targets
+    return model, [loss.detach(), *torch.autograd.grad(loss, adapter.parameters())]
