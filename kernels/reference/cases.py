@@ -86,11 +86,13 @@ DEQUANTIZE_CASES = (
 
 @dataclass(frozen=True)
 class DequantMatmulCase:
-    """`tokens` rows times a weight of `rows` x `row_blocks` blocks; the sum in `num_parts` parts, None: as is usual."""
+    """`tokens` rows times a weight of `rows` x at least `columns`, whole blocks; the sum in `num_parts` parts, None: as
+    is usual.
+    """
 
     tokens: int
     rows: int
-    row_blocks: int
+    columns: int
     num_parts: int | None = None
     is_added: bool = False
     """Whether the product is added to what is there."""
@@ -98,16 +100,17 @@ class DequantMatmulCase:
     @property
     def id(self) -> str:
         parts = f"_{self.num_parts}parts" if self.num_parts else ""
-        return f"{self.tokens}x{self.rows}x{self.row_blocks}blocks{parts}" + "_added" * self.is_added
+        return f"{self.tokens}x{self.rows}x{self.columns}{parts}" + "_added" * self.is_added
 
 
 # one for each type, as each takes seconds to compile; the other shapes run through the same code whatever the type
-DEQUANT_MATMUL_CASES = (DequantMatmulCase(13, 130, 9, num_parts=2, is_added=True),)
+# (288 columns of blocks of 32 end within a tile)
+DEQUANT_MATMUL_CASES = (DequantMatmulCase(13, 130, 288, num_parts=2, is_added=True),)
 DEQUANT_MATMUL_SHAPE_CASES = (
-    DequantMatmulCase(1, 70, 3),
-    DequantMatmulCase(130, 64, 8),
-    DequantMatmulCase(33, 1, 1, is_added=True),
-    DequantMatmulCase(16, 200, 40, num_parts=5),
+    DequantMatmulCase(1, 70, 768),
+    DequantMatmulCase(130, 64, 256),
+    DequantMatmulCase(33, 1, 32, is_added=True),
+    DequantMatmulCase(16, 200, 1280, num_parts=5),
 )
 
 

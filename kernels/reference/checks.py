@@ -3,6 +3,7 @@
 Needs Triton, and a GPU or Triton's interpreter (TRITON_INTERPRET=1 before the first import).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -106,7 +107,8 @@ def check_dequant_matmul(
     type: str, case: DequantMatmulCase, dtype: torch.dtype, device: torch.device
 ) -> list[Comparison]:
     generator = torch.Generator(device).manual_seed(3)
-    columns = case.row_blocks * DECODERS[type].block_size
+    block_size = DECODERS[type].block_size
+    columns = math.ceil(case.columns / block_size) * block_size
     blocks = random_blocks(type, case.rows, columns, generator=generator)
     if type in ("MXFP4", "NVFP4"):
         # random scales of a whole byte overflow float16

@@ -45,7 +45,7 @@ def test_kernel_that_raises_fails_and_the_others_go_on(monkeypatch):
         return {"broken": [("case", fail)], "sound": [("case", lambda: [Comparison("y", 1.0, 2.0)])]}
 
     monkeypatch.setattr(module, "cpu_cases", cases)
-    broken, sound = selftest("cpu").results[:2]
+    broken, sound = selftest("cpu", ["broken", "sound"]).results
     assert broken.failures == ("broken case: RuntimeError: out of resources",) and broken.worst is None
     assert sound.passed and sound.worst.share == 0.5
 
