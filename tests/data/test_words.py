@@ -69,12 +69,10 @@ def test_pages_have_the_ids_of_the_whole(vocabulary: Callable[[str], Tokenizer],
 def test_every_line_of_llama_cpp_s_own_tests_has_its_ids(
     vocabulary: Callable[[str], Tokenizer], llama_cpp_models: Path, name: str
 ) -> None:
-    path = llama_cpp_models / f"ggml-vocab-{name}.gguf.inp"
-    if not path.exists():
-        pytest.skip("no such tests")
+    lines = (llama_cpp_models / f"ggml-vocab-{name}.gguf.inp").read_text(encoding="utf-8")
     tokenizer = vocabulary(name)
     words = Words.of(tokenizer)
-    for text in path.read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n"):
+    for text in lines.split("\n__ggml_vocab_test__\n"):
         for padded in (text, f"one two {text} three four"):
             assert words.encode(padded) == tokenizer.encode(padded, parse_special=True)
 

@@ -1,6 +1,8 @@
-"""qwen35 and qwen35moe in plain torch and float64, written for a reader: recurrences token by token, experts in a loop.
+"""qwen35, qwen35moe and qwen3next in plain torch and float64, written for a reader: recurrences token by token, experts
+in a loop.
 
-Mathematics after llama.cpp's qwen35.cpp, qwen35moe.cpp and delta-net-base.cpp; everything in the file's own order.
+Mathematics after llama.cpp's qwen35.cpp, qwen35moe.cpp, qwen3next.cpp and delta-net-base.cpp; everything in the file's
+own order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,10 +71,16 @@ class Reference:
             eps=self.eps,
         )
         q, k, v = (part.unflatten(1, (-1, size)) for part in mixed.split([key_heads * size] * 2 + [heads * size], 1))
-        step = F.softplus(self.linear(f"{block}ssm_alpha.weight", x) + self.weights[f"{block}ssm_dt.bias"])
-        beta = self.linear(f"{block}ssm_beta.weight", x).sigmoid()
+        if f"{block}ssm_ba.weight" in self.weights:
+            # qwen3next: the value heads of a key head lie side by side; for each key head, their betas, then alphas.
+            gates = self.linear(f"{block}ssm_ba.weight", x).unflatten(1, (key_heads, 2, -1))
+            beta, alpha = gates.transpose(1, 2).flatten(2).unbind(1)
+            q, k = (part.repeat_interleave(heads // key_heads, 1) for part in (q, k))
+        else:
+            beta, alpha = (self.linear(f"{block}ssm_{gate}.weight", x) for gate in ("beta", "alpha"))
+        step = F.softplus(alpha + self.weights[f"{block}ssm_dt.bias"])
         log_decay = self.weights[f"{block}ssm_a"] * step
-        o = gated_delta_rule_forward(q, k, v, log_decay, beta, bounds, scale=size**-0.5)
+        o = gated_delta_rule_forward(q, k, v, log_decay, beta.sigmoid(), bounds, scale=size**-0.5)
         z = self.linear(f"{block}attn_gate.weight", x).unflatten(1, (-1, size))
         o = gated_rms_norm_forward(o, z, self.weights[f"{block}ssm_norm.weight"], eps=self.eps)
         return self.linear(f"{block}ssm_out.weight", o.flatten(1))
