@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from dense_models import HEAD, HEADS, QKV, WIDTH, write_two_layers
+from dense_models import WIDTH
+from expert_models import write_mixture
 
 from pyggtrain import models
 from pyggtrain.adapters.lora import LoraConfig, attach
@@ -16,23 +17,12 @@ from pyggtrain.training.objectives import Supervised
 from pyggtrain.training.optim import Optimizer
 from pyggtrain.training.rehearse import Rehearsal
 
-FF, CHOSEN, RANK = 32, 2, 8
+FF, RANK = 32, 8
 STACKS = LoraConfig(r=RANK, target_modules=("ffn_*_exps",))
 
 
 def write_mixtral(path: Path, num_experts: int) -> GGUFFile:
-    inside = {
-        **{f"{name}.weight": (size, WIDTH) for name, size in QKV.items()},
-        "attn_norm.weight": (WIDTH,),
-        "attn_output.weight": (WIDTH, HEADS * HEAD),
-        "ffn_norm.weight": (WIDTH,),
-        "ffn_gate_inp.weight": (num_experts, WIDTH),
-        "ffn_gate_exps.weight": (num_experts, FF, WIDTH),
-        "ffn_up_exps.weight": (num_experts, FF, WIDTH),
-        "ffn_down_exps.weight": (num_experts, WIDTH, FF),
-    }
-    keys = {"feed_forward_length": FF, "expert_count": num_experts, "expert_used_count": CHOSEN}
-    return GGUFFile.open(write_two_layers(path, "llama", keys, inside))
+    return GGUFFile.open(write_mixture(path, "llama", num_ff=FF, num_experts=num_experts))
 
 
 def config_for(file: GGUFFile, **settings: object) -> TrainConfig:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_models import EXPERTS, FF, LAYERS, WIDTH, write_experts
+from dense_models import WIDTH
+from expert_models import ARCHITECTURES, EXPERTS, FF, LAYERS, write_experts
 
 from pyggtrain import adapters, models
 from pyggtrain.adapters import LoraConfig, attach, gguf_adapter
@@ -61,9 +62,6 @@ def train_experts(smollm2: GGUFFile, tmp_path: Path) -> Callable[..., TrainedExp
 def mean_kl(log_probs: torch.Tensor, logits: torch.Tensor) -> float:
     other = logits.log_softmax(-1)
     return float((log_probs.exp() * (log_probs - other)).sum(-1).mean())
-
-
-ARCHITECTURES = ["qwen3moe", "llama", "gpt-oss", "qwen2moe"]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_models import EXPERTS, FF, WIDTH, write_experts
+from dense_models import WIDTH
+from expert_models import EXPERTS, FF, write_experts
 
 import pyggtrain
 from pyggtrain import _bridge, api
