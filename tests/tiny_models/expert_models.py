@@ -33,6 +33,7 @@ def layer_of(
         "feed_forward_length": num_ff if architecture == "llama" else 2 * num_ff,
         "expert_count": num_experts,
         "expert_used_count": num_chosen,
+        "rope.freq_base": 10000.0,
     }
     if architecture != "llama":
         keys["expert_feed_forward_length"] = num_ff
