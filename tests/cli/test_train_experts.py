@@ -28,7 +28,6 @@ def test_every_kind_is_counted_trained_and_proven_within_the_memory_allowed(
     expert_model: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "a.gguf"
-    # With a limit the plan is rehearsed; where memory is plenty it need not be.
     code = main(arguments(expert_model, chats, output, "--max-memory", "2GiB"))
     captured = capfd.readouterr()
     assert code == 0, captured.err
