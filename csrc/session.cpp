@@ -22,6 +22,8 @@
 #include "check.h"
 #include "exact_product.h"
 #include "ggml-backend.h"
+#include "gguf.h"
+#include "gguf_file.h"
 #include "llama-adapter.h"
 #include "llama-model.h"
 #include "llama.h"
@@ -29,6 +31,25 @@
 #include "tensor_view.h"
 
 namespace pyggtrain {
+
+// llama.cpp reads these keys of an adapter as the type that it expects, and aborts on any other. Whether they are there and hold
+// what they must is something that it checks itself.
+static void check_adapter_keys(const gguf_file & file) {
+    const std::pair<const char *, uint32_t> expected[] = {
+        { "general.type",         GGUF_TYPE_STRING  },
+        { "general.architecture", GGUF_TYPE_STRING  },
+        { "adapter.type",         GGUF_TYPE_STRING  },
+        { "adapter.lora.alpha",   GGUF_TYPE_FLOAT32 },
+    };
+    for (const auto & [key, type] : expected) {
+        const auto found = file.values.find(key);
+        if (found != file.values.end()) {
+            const gguf_value & value = found->second;
+            PYGGTRAIN_CHECK(!value.is_array && value.type == type, join(file.path, ": ", key),
+                            join("of type ", value.is_array ? "arr of " : "", value_type_name(value.type)), value_type_name(type));
+        }
+    }
+}
 
 struct captured_tensor {
     std::string name;
@@ -227,6 +248,8 @@ struct session {
         check_open();
         py::gil_scoped_release      release;
         std::lock_guard<std::mutex> lock(mutex);
+        // Read here first: a broken file is a gguf_error, and llama.cpp does not get to see it.
+        check_adapter_keys(*gguf_file_open(path));
         llama_log_clear();
         llama_adapter_lora * adapter = llama_adapter_lora_init(model.get(), path.c_str());
         if (adapter == nullptr) {

@@ -198,8 +198,13 @@ def exact_matches(
         data: rows of `messages` whose last one is the assistant's, in plain text: the wanted answer.
         max_rows: rows answered at most.
         num_threads: CPU threads; 0 takes all cores this process may use.
+
+    Raises:
+        AdapterError: the adapter does not fit the model.
     """
-    check_readable(GGUFFile.open(model).path)
+    base = GGUFFile.open(model)
+    check_readable(base.path)
+    gguf_adapter.check_against_base(gguf_adapter.load(adapter), base, ignore_hash=True)
     tokenizer = Tokenizer.from_gguf(model)
     encoder, template = TextEncoder(tokenizer), ChatTemplate.of_model(tokenizer)
     chats = [row.value["messages"] for row in islice(read_rows(data), max_rows)]

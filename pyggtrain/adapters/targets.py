@@ -3,7 +3,8 @@
 A name can be written as the file has it ("blk.0.attn_q.weight"), without ".weight", without the layer ("attn_q": all
 layers), with * and ?, or in Hugging Face's words ("q_proj", "model.layers.0.self_attn.q_proj"). What Hugging Face calls
 by one name may stand under several in a file: "gate_proj" is the dense feed-forward's, every expert's and the shared
-expert's.
+expert's. Experts of a layer are one tensor in the file and are trained together: llama.cpp reads a pair for each of
+them, and beyond the end of an adapter that holds fewer.
 """
 
 import difflib
@@ -58,7 +59,7 @@ def select(
 
     Raises:
         ConfigError: a pattern matches nothing, a layer does not exist, or nothing is left.
-        UnsupportedError: a pattern names only tensors that cannot be trained.
+        UnsupportedError: a pattern names only tensors that cannot be trained, or one expert of several.
     """
     chosen: set[str] = set()
     for pattern in patterns:
@@ -101,8 +102,15 @@ def matches(model: Model, pattern: str, option: str) -> list[str]:
 
     Raises:
         ConfigError: it matches nothing.
-        UnsupportedError: it is a target, and names only tensors that cannot be trained.
+        UnsupportedError: it names one expert of several, or it is a target and names only tensors that cannot be
+            trained.
     """
+    if one := re.search(r"\bexperts\.\d+\.", pattern):
+        whole = pattern.replace(one[0], "experts.")
+        raise UnsupportedError(
+            f"{option} names a single expert: '{pattern}'. The experts of a layer are one tensor of the file, and an "
+            f"adapter for llama.cpp holds a pair for each of them. Write '{whole}'."
+        )
     translated = _translated(pattern)
     if translated != (_without_weight(pattern),):
         present = [name for name in translated if any(_does_fit((name,), tensor) for tensor in model.linears)]
@@ -138,7 +146,7 @@ def matches(model: Model, pattern: str, option: str) -> list[str]:
 def _translated(pattern: str) -> tuple[str, ...]:
     """What `pattern` is in the file's words, without ".weight"."""
     pattern = re.sub(r"^model\.layers\.", "blk.", _without_weight(pattern))
-    pattern = re.sub(r"(^|\.)((self_attn|mlp|block_sparse_moe|experts)\.)+", r"\1", pattern)
+    pattern = re.sub(r"(^|\.)((self_attn|mlp|block_sparse_moe|experts(\.\*)?)\.)+", r"\1", pattern)
     layer, dot, kind = pattern.rpartition(".")
     return tuple(layer + dot + name for name in HUGGING_FACE_NAMES.get(kind, (kind,)))
 

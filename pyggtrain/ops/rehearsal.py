@@ -6,7 +6,8 @@ each buffer that a kernel makes is made, in the order of the real run. Only the 
 
 What decides sizes has to be real: tokens, targets and bounds of documents are given as ordinary tensors, and whatever
 is computed from these alone is computed. Two answers are assumed, since they would need numbers: a number that is read
-is 1, and a router spreads its tokens evenly over the experts.
+is 1, and a router spreads its tokens evenly over a few experts. One expert's buffers are gone before the next one's are
+made, so that going over all of hundreds would take long and find less than a real router's favourites need.
 
 A GPU's run is not rehearsed: its code asks tensors where they lie, launches kernels and streams, and its own allocator
 tells what it needs (`training.memory.MeasuredNeed`).
@@ -31,6 +32,7 @@ of them). A storage may be told of more than once."""
 
 _NAMESPACE = "pyggtrain"
 _TO_NUMBER = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_BUSY_EXPERTS = 8
 _CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # torch.nn.attention.SDPBackend.FLASH_ATTENTION, whose import would cost a second.
 _FLASH = 1
@@ -64,8 +66,8 @@ class _Told(TorchDispatchMode):
             return self._run_kernel(func, args, kwargs)
         if func in _TO_NUMBER:
             return 1.0 if bare[0].is_floating_point() else 1
-        if func is torch.ops.aten.bincount.default:
-            return _even_counts(args[0].numel(), kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        if func is torch.ops.aten.searchsorted.Tensor:
+            return _bounds(args[0].numel(), args[1].numel())
         if len(bare) < len(tensors):
             args, kwargs = _map_tensors(_taken_in, args), _map_tensors(_taken_in, kwargs)
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
@@ -122,11 +124,11 @@ def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> 
     return {name: _map_tensors(change, item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-def _even_counts(num_rows: int, num_bins: int) -> torch.Tensor:
+def _bounds(num_rows: int, num_bounds: int) -> torch.Tensor:
+    """Where each expert's rows begin among sorted ones, and the last one's end."""
     with _disable_current_modes():
-        counts = torch.full((num_bins,), num_rows // num_bins)
-        counts[: num_rows % num_bins] += 1
-    return counts
+        num_busy = min(num_bounds - 1, _BUSY_EXPERTS)
+        return torch.arange(num_bounds).clamp(max=num_busy) * num_rows // num_busy
 
 
 def _silent(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from pyggtrain.adapters.peft_names import LAYOUTS, halved, interleaved, module_n
 from pyggtrain.errors import AdapterError, UnsupportedError
 from pyggtrain.gguf import GGUFFile, TypedValue, quantize_tensor, write_gguf
 
-D, F, HEADS, KV, K, E, V = 32, 48, 4, 2, 8, 3, 40
+D, F, HEADS, KV, K, E, V = 32, 48, 8, 2, 4, 3, 40
 SHAPES = {
     "attn_q": (HEADS * K, D),
     "attn_k": (KV * K, D),
@@ -137,13 +137,14 @@ def test_rows_of_q_and_k_are_reordered_and_no_others(tmp_path):
     to_peft(adapter, base, tmp_path / "peft")
     stored = load_file(tmp_path / "peft" / WEIGHTS)
     prefix = "base_model.model.model.layers.0.self_attn."
-    rows = adapter.pairs["blk.0.attn_q.weight"][1]
-    # llama.cpp's converter: row 2 i of a head is row i of the first half, row 2 i + 1 row i of the second.
-    by_hand = torch.cat([torch.cat([head[0::2], head[1::2]]) for head in rows.split(K)])
-    assert torch.equal(stored[f"{prefix}q_proj.lora_B.weight"], by_hand)
+    for kind, num_heads in (("q", HEADS), ("k", KV)):
+        rows = adapter.pairs[f"blk.0.attn_{kind}.weight"][1]
+        # llama.cpp's converter: row 2 i of a head is row i of the first half, row 2 i + 1 row i of the second.
+        by_hand = torch.cat([torch.cat([head[0::2], head[1::2]]) for head in rows.split(K)])
+        assert torch.equal(stored[f"{prefix}{kind}_proj.lora_B.weight"], by_hand)
+        assert torch.equal(interleaved(halved(rows, num_heads), num_heads), rows)
     assert torch.equal(stored[f"{prefix}q_proj.lora_A.weight"], adapter.pairs["blk.0.attn_q.weight"][0])
     assert torch.equal(stored[f"{prefix}v_proj.lora_B.weight"], adapter.pairs["blk.0.attn_v.weight"][1])
-    assert torch.equal(interleaved(halved(rows, HEADS), HEADS), rows)
 
 
 def test_gguf_knowledge_is_where_peft_does_not_look(tmp_path):

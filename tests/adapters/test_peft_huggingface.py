@@ -26,7 +26,8 @@ transformers = pytest.importorskip("transformers", reason="pip install 'pyggtrai
 peft = pytest.importorskip("peft", reason="pip install 'pyggtrain[peft]'")
 
 TOKENS = torch.randint(0, 96, (24,), generator=torch.Generator().manual_seed(0)).tolist()
-D, F, H, N_KV, K, V, E, LAYERS = 64, 96, 4, 2, 16, 96, 4, 2
+# 8 heads over 2: a wrong formula for the order of k's rows (heads over kv heads) would be right for 4 over 2.
+D, F, H, N_KV, K, V, E, LAYERS = 64, 96, 8, 2, 8, 96, 4, 2
 COMMON = {
     "hidden_size": D,
     "intermediate_size": F,

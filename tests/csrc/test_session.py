@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyggtrain import _bridge
-from pyggtrain.errors import BridgeError
+from pyggtrain.errors import BridgeError, GGUFError
 from pyggtrain.gguf import GGUFFile, Tokenizer, quantize_tensor, typed_metadata, write_gguf
 from pyggtrain.ops import dequantize
 
@@ -87,7 +87,7 @@ def test_adapter_changes_logits_and_scale_0_restores_them_bit_for_bit(
 
 
 def test_what_llama_cpp_would_abort_on_or_ignore_is_an_exception(
-    session: _bridge.Session, tokens: list[int], tmp_path: Path
+    session: _bridge.Session, smollm2_path: Path, tokens: list[int], tmp_path: Path
 ) -> None:
     tied = write_pair(tmp_path / "tied.gguf", "token_embd.weight", torch.randn(49152, 4), torch.randn(576, 4))
     with pytest.raises(BridgeError, match="also the output head"):
@@ -100,8 +100,10 @@ def test_what_llama_cpp_would_abort_on_or_ignore_is_an_exception(
     )
     with pytest.raises(BridgeError, match="same number of experts"):
         session.load_adapter(str(stacked))
-    with pytest.raises(BridgeError, match="cannot load the adapter"):
+    with pytest.raises(GGUFError, match="cannot be opened"):
         session.load_adapter(str(tmp_path / "none.gguf"))
+    with pytest.raises(BridgeError, match="cannot load the adapter"):
+        session.load_adapter(str(smollm2_path))
     calls = {
         "tokens is empty": lambda: session.logits([]),
         "token id is 49152": lambda: session.logits([49152]),

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import generate
 
-from pyggtrain.errors import BridgeError, GGUFError
+from pyggtrain import models
+from pyggtrain.errors import BridgeError, GGUFError, PyggtrainError
 from pyggtrain.gguf import GGUFFile, Tokenizer, TypedValue, quantize_tensor, typed_metadata, write_gguf
 from pyggtrain.gguf.readable import check_readable
 from pyggtrain.model_info import info
@@ -62,6 +64,36 @@ def test_what_llama_cpp_aborts_on_or_refuses_is_an_error(case: str, tiny_llama_p
     path = write(tmp_path / "bad.gguf", tiny_llama_path, **changes)
     with pytest.raises(GGUFError, match=said) as caught:
         check_readable(path)
+    assert str(path) in str(caught.value)
+
+
+# Keys without which llama.cpp refuses a model of experts, or aborts: when it reads the header, or builds the graph.
+MISSING = {
+    ("qwen3moe", "expert_count"): r"aborts \(signal 6\).*n_expert",
+    ("qwen3moe", "expert_used_count"): r"aborts \(signal 6\).*n_expert_used",
+    ("qwen3moe", "expert_feed_forward_length"): "cannot read.*tensor",
+    ("gpt-oss", "expert_count"): r"aborts \(signal 6\).*n_expert",
+    ("gpt-oss", "attention.sliding_window"): "cannot read.*attention.sliding_window",
+    ("deepseek2", "rope.dimension_count"): r"aborts \(signal 6\).*n_",
+    ("deepseek2", "attention.key_length"): r"llama.cpp aborted while it built the graph \(signal 6\)",
+    ("deepseek2", "expert_shared_count"): "cannot read.*expert_shared_count",
+}
+
+
+@pytest.mark.parametrize(("architecture", "key"), MISSING)
+def test_a_model_of_experts_without_a_key_is_an_error(architecture: str, key: str, tmp_path: Path) -> None:
+    file = GGUFFile.open(generate(architecture, "moe", tmp_path))
+    path = tmp_path / "bad.gguf"
+    metadata = typed_metadata(file)
+    del metadata[f"{architecture}.{key}"]
+    write_gguf(path, metadata, file.tensors.values())
+
+    def load() -> None:
+        check_readable(path)
+        models.load(GGUFFile.open(path))
+
+    with pytest.raises(PyggtrainError, match=f"(?s){MISSING[architecture, key]}") as caught:
+        load()
     assert str(path) in str(caught.value)
 
 

@@ -4,58 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_models import HEAD, HEADS, QKV, WIDTH, losses_and_gradients, write_two_layers
+from dense_models import losses_and_gradients
+from expert_models import ARCHITECTURES, write_mixture
 
 from pyggtrain.graph.mixtures import Mixture
 from pyggtrain.graph.model import ImportedModel
 from pyggtrain.ops.fused import Kept
-
-FF, EXPERTS, CHOSEN = 32, 5, 3
-MIXTURE = {
-    **{f"{name}.weight": (size, WIDTH) for name, size in QKV.items()},
-    "attn_norm.weight": (WIDTH,),
-    "attn_output.weight": (WIDTH, HEADS * HEAD),
-    "ffn_norm.weight": (WIDTH,),
-    "ffn_gate_inp.weight": (EXPERTS, WIDTH),
-    "ffn_gate_exps.weight": (EXPERTS, FF, WIDTH),
-    "ffn_up_exps.weight": (EXPERTS, FF, WIDTH),
-    "ffn_down_exps.weight": (EXPERTS, WIDTH, FF),
-}
-SHARED = {
-    "ffn_gate_inp_shexp.weight": (WIDTH,),
-    "ffn_gate_shexp.weight": (FF, WIDTH),
-    "ffn_up_shexp.weight": (FF, WIDTH),
-    "ffn_down_shexp.weight": (WIDTH, FF),
-}
-BIASES = {
-    **{f"{name}.bias": (size,) for name, size in QKV.items()},
-    "attn_output.bias": (WIDTH,),
-    "attn_sinks.weight": (HEADS,),
-    "ffn_gate_inp.bias": (EXPERTS,),
-    "ffn_gate_exps.bias": (EXPERTS, FF),
-    "ffn_up_exps.bias": (EXPERTS, FF),
-    "ffn_down_exps.bias": (EXPERTS, WIDTH),
-}
-HEAD_SIZES = {"attention.key_length": HEAD, "attention.value_length": HEAD}
-# Architecture -> (metadata, tensors of each layer).
-LAYERS: dict[str, tuple[dict[str, object], dict[str, tuple[int, ...]]]] = {
-    "llama": ({"feed_forward_length": FF}, MIXTURE),
-    "gpt-oss": (
-        {"expert_feed_forward_length": FF, "attention.sliding_window": 8, **HEAD_SIZES},
-        {name.replace("ffn_norm", "post_attention_norm"): shape for name, shape in MIXTURE.items()} | BIASES,
-    ),
-    "qwen2moe": ({"expert_feed_forward_length": FF, "expert_shared_feed_forward_length": FF}, MIXTURE | SHARED),
-    "qwen3moe": (
-        {"expert_feed_forward_length": FF, **HEAD_SIZES},
-        MIXTURE | {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)},
-    ),
-}
-
-
-def write_tiny(path: Path, architecture: str) -> Path:
-    keys, inside = LAYERS[architecture]
-    experts = {"feed_forward_length": 2 * FF, "expert_count": EXPERTS, "expert_used_count": CHOSEN}
-    return write_two_layers(path, architecture, experts | keys, inside)
 
 
 def mixtures(model: ImportedModel) -> list[Mixture]:
@@ -67,10 +21,11 @@ def _halves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
 
 
-@pytest.fixture(scope="module", params=LAYERS)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("triton", reason="the fused operations are Triton's")
-    return write_tiny(tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf", request.param)
+    path = tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf"
+    return write_mixture(path, request.param, num_ff=32, num_experts=5, num_chosen=3)
 
 
 @pytest.mark.skipif(

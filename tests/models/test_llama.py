@@ -181,6 +181,27 @@ def test_logits_are_those_of_llama_cpp(make_llama: Callable, variant):
     assert float((log_p.exp() * (log_p - log_q)).sum(-1).mean()) < 1e-6
 
 
+@pytest.mark.slow
+def test_loss_at_the_end_of_a_row_of_12000_tokens_is_llama_cpps_with_rope_factors(make_llama: Callable):
+    file = make_llama(
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        metadata={"llama.rope.freq_base": 500000.0, "llama.context_length": 12_288},
+        **VARIANTS["rope_freqs"],
+    )
+    batch = batch_of(12_000)
+    end = slice(11_000, 11_999)
+    session = _bridge.Session(str(file.path), num_ctx=12_288, num_ubatch=512, num_threads=1, kv_type="F32")
+    served = torch.from_dlpack(session.logits(batch.tokens_T.tolist()))[end]
+    session.close()
+    with torch.no_grad():
+        found = models.load(file, compute="exact").logits(batch)[end]
+    losses = [torch.nn.functional.cross_entropy(logits, batch.targets_T[end]) for logits in (found, served)]
+    assert abs(float(losses[0] - losses[1])) < 1e-6
+    assert float((found - served).norm()) < 1e-5 * float(served.norm())
+
+
 @pytest.mark.parametrize("variant", ["plain", "untied", "fused with biases", "mixed types"])
 def test_every_adapter_gradient_is_that_of_the_written_down_model(make_llama: Callable, variant):
     file = make_llama(**VARIANTS[variant])

@@ -55,25 +55,9 @@ def planner(rehearsal, path, *, num_tokens: int = 50, **settings) -> Planner:
     return Planner(RehearsedNeed(rehearsal), config_for(path, **settings), CPU, lambda size: [row(num_tokens)] * size)
 
 
-def allocated_peak(run) -> int:
-    """The most bytes of torch's own allocator above what there was, by its own account."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    events = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in profile.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    )
-    live = peak = 0
-    for _, num_bytes in events:
-        live += num_bytes
-        peak = max(peak, live)
-    return peak
-
-
 @pytest.mark.parametrize("implementation", ["native", "graph"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_trace_has_the_buffers_of_a_real_run(tiny_llama_path, policy, implementation):
+def test_trace_has_the_buffers_of_a_real_run(tiny_llama_path, allocated_peak, policy, implementation):
     config = config_for(tiny_llama_path, model_impl=implementation)
     file = GGUFFile.open(tiny_llama_path)
     traced = Rehearsal(file, config, LORA).trace(policy, [row(130), row(70)]).peak()

@@ -137,6 +137,23 @@ def test_8_bit_moments_are_near_those_of_adamw_and_a_quarter_of_their_size():
     assert state["absmax1"].shape == (25,)
 
 
+def test_8_bit_moments_of_a_stack_of_experts_are_those_of_its_rows_as_one_matrix():
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(128, 4, 64, generator=generator)
+    stack, matrix = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.reshape(512, 64).clone())
+    steppers = [make_optimizer({"w.lora_a": half}, config("adamw_8bit")) for half in (stack, matrix)]
+    for _ in range(3):
+        gradient = torch.randn(128, 4, 64, generator=generator)
+        # Nobody chose these.
+        gradient[40:80] = 0
+        stack.grad, matrix.grad = gradient, gradient.reshape(512, 64)
+        for optimizer in steppers:
+            optimizer.step()
+    assert torch.equal(stack.reshape(512, 64), matrix)
+    assert torch.equal(stack[40:80], start[40:80]) and (stack[:40] != start[:40]).all()
+    assert steppers[0].state[stack]["state1"].dtype == torch.uint8
+
+
 def test_step_of_muon_is_orthogonal():
     weight = torch.nn.Parameter(torch.zeros(8, 32))
     optimizer = make_optimizer({"w.lora_a": weight}, config("muon"))
