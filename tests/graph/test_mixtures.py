@@ -10,7 +10,7 @@ from pyggtrain.gguf import GGUFFile, QuantTensor, quantize_tensor, write_gguf
 from pyggtrain.graph import model as graph_model
 from pyggtrain.graph.mixtures import Mixture
 from pyggtrain.graph.model import ImportedModel
-from pyggtrain.nn import Batch
+from pyggtrain.nn import AttentionHalf, Batch
 from pyggtrain.ops.fused import Kept
 
 WIDTH, HEADS, KV_HEADS, HEAD, FF, EXPERTS, CHOSEN, VOCAB = 64, 4, 2, 16, 32, 5, 3, 96
@@ -94,10 +94,20 @@ def write_tiny(path: Path, architecture: str) -> Path:
     return path
 
 
-def trained(path: Path, *, fused: bool, kept: list[Kept] | None = None) -> tuple[ImportedModel, list[torch.Tensor]]:
-    """The model, its loss, and the gradients of pairs on all its linears."""
+def trained(
+    path: Path, *, fused: str | None, kept: list[Kept] | None = None
+) -> tuple[ImportedModel, list[torch.Tensor]]:
+    """The model, its loss, and the gradients of pairs on all its linears.
+
+    Args:
+        path: of the file.
+        fused: what runs fused as on a "gpu" (in Triton's interpreter), as on a "cpu", or None.
+        kept: of each layer.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_model, "can_run_fused", lambda dtype, device: fused)
+        patch.setattr(graph_model, "can_run_fused", lambda dtype, device: fused == "gpu")
+        if fused is None:
+            patch.setattr(graph_model, "find_halves", lambda graph, weights: [])
         model = ImportedModel(GGUFFile.open(path))
     adapter = attach(model, LoraConfig(r=2, lora_alpha=3.0), seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -115,24 +125,33 @@ def mixtures(model: ImportedModel) -> list[Mixture]:
     return [half for layer in model.layers for half in layer.halves if isinstance(half, Mixture)]  # type: ignore[union-attr]
 
 
-@pytest.fixture(autouse=True)
-def _halves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
+def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))
 
 
 @pytest.fixture(scope="module", params=LAYERS)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("triton", reason="the fused operations are Triton's")
     return write_tiny(tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf", request.param)
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled where there is a GPU, and this runs on a CPU"
 )
-def test_fused_experts_give_the_loss_and_gradients_of_the_graph(path: Path) -> None:
-    model, found = trained(path, fused=True, kept=[Kept(), Kept(gate_up=True)])
+def test_fused_experts_give_the_loss_and_gradients_of_the_graph(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="the fused operations are Triton's")
+    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
+    model, found = trained(path, fused="gpu", kept=[Kept(), Kept(gate_up=True)])
     assert len(mixtures(model)) == 2
-    plain, wanted = trained(path, fused=False)
+    plain, wanted = trained(path, fused=None)
     assert not mixtures(plain)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))
+    assert_equal(found, wanted)
+
+
+def test_a_cpu_fuses_attention_where_it_is_plain_and_leaves_experts(path: Path) -> None:
+    model, found = trained(path, fused="cpu")
+    # gpt-oss has sinks.
+    has_half = model.architecture != "gpt-oss"
+    halves = [[half.modules for half in layer.halves if half is not None] for layer in model.layers]  # type: ignore[union-attr]
+    assert [[type(modules) for modules in layer] for layer in halves] == [[AttentionHalf] if has_half else []] * 2
+    assert_equal(found, trained(path, fused=None)[1])

@@ -24,8 +24,9 @@ DENSE = {
 }
 BIASES = {f"{name}.bias": (size,) for name, size in QKV.items()}
 HEAD_NORMS = {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)}
-# Architecture -> (metadata, tensors of each layer).
-LAYERS: dict[str, tuple[dict[str, object], dict[str, tuple[int, ...]]]] = {
+# Metadata, tensors of each layer.
+Layer = tuple[dict[str, object], dict[str, tuple[int, ...]]]
+LAYERS: dict[str, Layer] = {
     "llama": ({}, DENSE),
     "qwen2": ({}, DENSE | BIASES),
     "qwen3": ({"attention.key_length": HEAD, "attention.value_length": HEAD}, DENSE | HEAD_NORMS),
@@ -37,9 +38,15 @@ LAYERS: dict[str, tuple[dict[str, object], dict[str, tuple[int, ...]]]] = {
 }
 
 
-def write_dense(path: Path, architecture: str) -> Path:
-    """Two layers with random weights near real scale, all F32."""
-    keys, inside = LAYERS[architecture]
+def write_dense(path: Path, architecture: str, layer: Layer | None = None) -> Path:
+    """Two layers with random weights near real scale, all F32.
+
+    Args:
+        path: of the file.
+        architecture: of the file.
+        layer: metadata, tensors of each layer; None: those in `LAYERS`.
+    """
+    keys, inside = layer or LAYERS[architecture]
     generator = torch.Generator().manual_seed(1)
 
     def tensor(name: str, shape: tuple[int, ...]) -> QuantTensor:
@@ -51,7 +58,7 @@ def write_dense(path: Path, architecture: str) -> Path:
         return quantize_tensor(name, values, "F32")
 
     outside = {"token_embd.weight": (VOCAB, WIDTH), "output.weight": (VOCAB, WIDTH), "output_norm.weight": (WIDTH,)}
-    shapes = outside | {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in inside.items()}
+    shapes = outside | {f"blk.{index}.{name}": shape for index in range(2) for name, shape in inside.items()}
     metadata = {
         "block_count": 2,
         "context_length": 256,
