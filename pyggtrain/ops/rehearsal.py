@@ -64,8 +64,8 @@ class _Told(TorchDispatchMode):
             return self._run_kernel(func, args, kwargs)
         if func in _TO_NUMBER:
             return 1.0 if bare[0].is_floating_point() else 1
-        if func is torch.ops.aten.bincount.default:
-            return _even_counts(args[0].numel(), kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        if func is torch.ops.aten.searchsorted.Tensor:
+            return _even_bounds(*args)
         if len(bare) < len(tensors):
             args, kwargs = _map_tensors(_taken_in, args), _map_tensors(_taken_in, kwargs)
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
@@ -122,11 +122,10 @@ def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> 
     return {name: _map_tensors(change, item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-def _even_counts(num_rows: int, num_bins: int) -> torch.Tensor:
+def _even_bounds(sorted_ids: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Where each of n ids, and what lies behind the last one, would begin among sorted ids if all were as frequent."""
     with _disable_current_modes():
-        counts = torch.full((num_bins,), num_rows // num_bins)
-        counts[: num_rows % num_bins] += 1
-    return counts
+        return torch.arange(ids.numel()) * sorted_ids.numel() // (ids.numel() - 1)
 
 
 def _silent(compiled: Callable[..., Any]) -> Callable[..., Any]:

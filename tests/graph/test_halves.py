@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_models import BIASES, DENSE, LAYERS, VOCAB, write_dense
+from tiny_layers import BIASES, DENSE, LAYERS, VOCAB, write_layers
 from torch import nn
 
 from pyggtrain.adapters.lora import LoraConfig, attach
@@ -61,7 +61,8 @@ def parts_of(model: ImportedModel) -> list[list[type | None]]:
 
 @pytest.fixture(scope="module", params=LAYERS)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dense(tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf", request.param)
+    file = tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf"
+    return write_layers(file, request.param, LAYERS[request.param])
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_a_cpus_layers_give_the_loss_and_gradients_of_the_graph(
 
 
 def test_attention_to_later_tokens_is_no_half(tmp_path: Path) -> None:
-    model = loaded(write_dense(tmp_path / "dream.gguf", "dream", ({}, DENSE | BIASES)), "cpu")
+    model = loaded(write_layers(tmp_path / "dream.gguf", "dream", ({}, DENSE | BIASES)), "cpu")
     assert model.diffusion is not None and parts_of(model) == [[None]] * 2
 
 

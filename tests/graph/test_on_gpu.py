@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_models import LAYERS, write_dense
 from on_gpu import compare
+from tiny_layers import LAYERS, write_layers
 from tiny_models import generate
 
 KINDS = [
@@ -23,5 +23,5 @@ def test_a_gpu_gives_logits_and_gradients_of_the_cpu(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("architecture", LAYERS)
 def test_fused_layers_give_logits_and_gradients_of_the_cpu(architecture: str, tmp_path: Path) -> None:
-    found = compare(write_dense(tmp_path / f"{architecture}.gguf", architecture))
+    found = compare(write_layers(tmp_path / f"{architecture}.gguf", architecture, LAYERS[architecture]))
     assert found.is_small and found.is_fused, found

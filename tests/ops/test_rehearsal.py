@@ -97,4 +97,4 @@ def test_numbers_that_only_a_run_would_know_are_assumed():
     with rehearsal(lambda storage, operation: None):
         assert float(torch.empty(())) == 1.0
         experts = torch.empty(10, dtype=torch.int64)
-        assert torch.bincount(experts, minlength=4).tolist() == [3, 3, 2, 2]
+        assert torch.searchsorted(experts, torch.arange(5)).tolist() == [0, 2, 5, 7, 10]

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from tiny_layers import MIXTURES, write_layers
 
 from pyggtrain import models
-from pyggtrain.adapters.lora import LoraConfig, attach
+from pyggtrain.adapters.lora import LoraAdapter, LoraConfig, attach
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.nn import POLICIES, Batch
@@ -71,11 +72,10 @@ def allocated_peak(run) -> int:
     return peak
 
 
-@pytest.mark.parametrize("implementation", ["native", "graph"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_trace_has_the_buffers_of_a_real_run(tiny_llama_path, policy, implementation):
-    config = config_for(tiny_llama_path, model_impl=implementation)
-    file = GGUFFile.open(tiny_llama_path)
+def traced_and_real(path, policy, implementation) -> tuple[dict[str, int], int, LoraAdapter]:
+    """Bytes of each part of a rehearsed run at its peak, what a real one takes, and its adapter."""
+    config = config_for(path, model_impl=implementation)
+    file = GGUFFile.open(path)
     traced = Rehearsal(file, config, LORA).trace(policy, [row(130), row(70)]).peak()
 
     model = models.load(file, implementation=implementation)
@@ -92,6 +92,13 @@ def test_trace_has_the_buffers_of_a_real_run(tiny_llama_path, policy, implementa
 
         # The adapter, and what loading decoded, are there before the first event.
         real = allocated_peak(lambda: (step(), step())) + sum(traced.get(part, 0) for part in ("adapter", "base file"))
+    return traced, real, adapter
+
+
+@pytest.mark.parametrize("implementation", ["native", "graph"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_trace_has_the_buffers_of_a_real_run(tiny_llama_path, policy, implementation):
+    traced, real, adapter = traced_and_real(tiny_llama_path, policy, implementation)
     assert sum(traced.values()) == pytest.approx(real, rel=0.03)
     # torch's own kernels make small buffers that nobody is told of; in a model this tiny they are 2 %.
     # Two moments and a gradient for each trained number.
@@ -107,6 +114,14 @@ def test_trace_has_the_buffers_of_a_real_run(tiny_llama_path, policy, implementa
         for half in pair.parameters()
     )
     assert 0 < traced["gradients"] <= num_bytes + waiting
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_trace_of_experts_has_the_buffers_of_a_real_run(tmp_path, policy, architecture):
+    path = write_layers(tmp_path / "experts.gguf", architecture, MIXTURES[architecture])
+    traced, real, _ = traced_and_real(path, policy, "graph")
+    assert sum(traced.values()) == pytest.approx(real, rel=0.03)
 
 
 @pytest.mark.parametrize("settings", [{"method": "dpo"}, {"method": "orpo"}, {"optim": "muon"}, {"lora_dropout": 0.1}])
