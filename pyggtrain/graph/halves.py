@@ -7,7 +7,7 @@ No architecture is asked for: a half is found from its attention or its SwiGLU o
 operation between the input and the sum with the residual is one of these, and nobody else reads what lies between. In
 the last layer llama.cpp takes the wanted rows before it adds the residual; here they are taken from the sum.
 
-What is found runs fused on a GPU (`program.Region`). The steps that it stands for stay, for all else.
+What is found runs fused where the device can (`program.Region`). The steps that it stands for stay, for all else.
 """
 
 from collections.abc import Sequence

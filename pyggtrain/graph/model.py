@@ -104,7 +104,9 @@ class ImportedModel(Model):
         self.question = f"{device} {self.dtype} {compute} {num_ctx}"
         self._rope_caches: dict[object, RopeTableCache] = {}
         self._stash: HostStash | None = None
-        self._finds_halves = can_run_fused(self.dtype, torch.device(device))
+        self._device = torch.device(device)
+        # In half precision, which its fused operations want.
+        self._runs_on_gpu = can_run_fused(self.dtype, self._device)
         self._file = file
         self.num_ctx = num_ctx
         self._compute = compute
@@ -153,11 +155,10 @@ class ImportedModel(Model):
                 "and training needs a decoder."
             )
         steps, leaves = import_steps(graph, reach, self._weights, compute=self._compute)
-        # A CPU gains nothing from halves, and its checkpoints are layers.
-        halves: list[Half | Mixture] = []
-        if self._finds_halves:
-            # A half's attention sees no later token.
-            halves += find_halves(graph, self._weights) if graph.is_causal else []
+        # A half's attention sees no later token.
+        found = find_halves(graph, self._weights) if graph.is_causal else []
+        halves: list[Half | Mixture] = [half for half in found if half.modules.can_fuse(self.dtype, self._device)]
+        if self._runs_on_gpu:
             halves += find_mixtures(graph, self._weights)
         program = make_program(graph, steps, leaves, halves)
         self._programs[num_tokens] = program
@@ -202,29 +203,23 @@ class ImportedModel(Model):
         """Layers that are alike, each an attention half and a feed-forward half, and no document by itself."""
         layers = self.fused_layers
         return (
-            0 < len(layers) == len(self._program.layers)
+            self._runs_on_gpu
+            and 0 < len(layers) == len(self._program.layers)
             and not self.takes_one_document
-            and all(layer.can_fuse(self.dtype, torch.device(self._weights.device)) for layer in layers)
+            and all(layer.can_fuse(self.dtype, self._device) for layer in layers)
             and len({layer.sizes for layer in layers}) == 1
         )
 
     @property
     def can_capture(self) -> bool:
         return self.is_fused or (
-            self._finds_halves and self._program.is_capturable and not self.takes_one_document and not self._is_random
+            self._runs_on_gpu and self._program.is_capturable and not self.takes_one_document and not self._is_random
         )
 
     @property
     def _is_random(self) -> bool:
         """Whether layers draw random numbers."""
         return any(linear.lora is not None and linear.lora.has_dropout for linear in self.linears.values())
-
-    def _kept(self) -> list[Kept | None]:
-        """What the halves of each layer keep; None: nothing runs fused."""
-        num_layers = len(self._program.layers)
-        if not self._finds_halves:
-            return [None] * num_layers
-        return list(self.kept or kept_by(self.checkpoint_policy, num_layers))
 
     def hidden(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
         """The head's input, float32 [O, D], of the tokens `rows` (int64 [O]) of a batch that the graph takes as a
@@ -234,7 +229,7 @@ class ImportedModel(Model):
         # Rows with a target come in their order, see `Batch.supervised`.
         frame = self._frame(batch, rows, takes_all=rows.shape[0] == batch.num_targets == batch.num_tokens)
         known: dict[int, torch.Tensor] = {}
-        kept_by_layer = self._kept()
+        kept_by_layer = self.kept or kept_by(self.checkpoint_policy, len(program.layers))
         stash = self._begin_stash(kept_by_layer)
         # Nothing but fused halves can wait on the host.
         policy = "layers" if self.checkpoint_policy == "offload" else self.checkpoint_policy
@@ -244,7 +239,7 @@ class ImportedModel(Model):
             values = [known[index] for index in region.inputs]
             if is_layer:
                 kept = next(remaining)
-                place = stash if kept is not None and kept.on_host else None
+                place = stash if kept.on_host else None
                 outputs = region(*values, frame=frame, policy=policy, is_random=is_random, kept=kept, stash=place)
             else:
                 outputs = region(*values, frame=frame)
@@ -254,11 +249,11 @@ class ImportedModel(Model):
         (x_OD,) = known.values()
         return x_OD if program.selects_rows else x_OD[rows]
 
-    def _begin_stash(self, kept: Sequence[Kept | None]) -> HostStash | None:
+    def _begin_stash(self, kept: Sequence[Kept]) -> HostStash | None:
         """Where a pass with gradients keeps what is to wait on the host, if anything is."""
-        if not torch.is_grad_enabled() or not any(one is not None and one.on_host for one in kept):
+        if not torch.is_grad_enabled() or not any(one.on_host for one in kept):
             return None
-        self._stash = self._stash or HostStash(torch.device(self._weights.device))
+        self._stash = self._stash or HostStash(self._device)
         self._stash.begin()
         return self._stash
 

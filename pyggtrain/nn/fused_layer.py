@@ -1,8 +1,8 @@
 """A transformer layer through the two fused operations of `ops.fused`, from the modules that hold its weights.
 
-What they cannot do (a bias in the feed-forward half, dropout in a pair, other dtypes; on a CPU also norms of heads and
-what is not plain in attention) runs through the same modules' own operations instead; `can_fuse` decides, and nothing
-else differs but speed, memory and rounding.
+What they cannot do (a bias in the feed-forward half, dropout in a pair, other dtypes; on a CPU also what is not plain
+in attention) runs through the same modules' own operations instead; `can_fuse` decides, and nothing else differs but
+speed, memory and rounding.
 """
 
 from collections.abc import Sequence
@@ -76,10 +76,7 @@ class AttentionHalf:
             device: where it lies; "meta" stands for a CPU's (`ops.rehearsal`).
         """
         if _runs_on_cpu(device) and not (
-            can_fuse_on_cpu(self.num_heads, self.num_kv_heads, self.head_width)
-            and self.output.bias is None
-            and self.head_norms is None
-            and self.variant.is_plain
+            self.variant.is_plain and can_fuse_on_cpu(self.num_heads, self.num_kv_heads, self.head_width)
         ):
             return False
         return _can_fuse(self.linears, dtype, device)
@@ -117,7 +114,6 @@ class AttentionHalf:
         )
         pairs = _pairs(self.linears)
         if _runs_on_cpu(x_TD.device):
-            assert tables is not None, "a CPU's half turns its heads"
             compute = self.output.compute
             return cpu_attention_block(x_TD, block, tables, documents, pairs, kept=kept, compute=compute)
         with stash.part() if stash is not None else nullcontext():
@@ -143,8 +139,6 @@ class FeedForwardHalf:
 
     def can_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the fused operation computes what the modules would; arguments as for `AttentionHalf`."""
-        if _runs_on_cpu(device) and len(self.gate_up) != 2:
-            return False
         return all(linear.bias is None for linear in self.linears) and _can_fuse(self.linears, dtype, device)
 
     def __call__(self, x_TD: torch.Tensor, kept: Kept, stash: HostStash | None = None) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Model(nn.Module, ABC):
 
     @property
     def is_fused(self) -> bool:
-        """Whether layers run as the coarse operations of `ops.fused`, as they do on a GPU where those can."""
+        """Whether all layers run as a GPU's coarse operations of `ops.fused`; a CPU's do not count."""
         return False
 
     @property

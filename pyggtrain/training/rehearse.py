@@ -129,7 +129,7 @@ class Rehearsal:
     Attributes:
         objective: what a step minimises.
         num_parameters: trained numbers.
-        is_fused: layers run as the halves of `ops.fused`.
+        is_fused: all layers run as the halves of `ops.fused`.
         base_bytes: of the file's tensors.
         paths: of the file and its parts.
 
@@ -165,7 +165,9 @@ class Rehearsal:
         }
         self.num_parameters = adapter.num_parameters
         layers = self._model.fused_layers
-        self.is_fused = bool(layers) and all(layer.can_fuse(torch.float32, torch.device("meta")) for layer in layers)
+        self.is_fused = len(layers) == len(self._model.layers) and all(
+            layer.can_fuse(torch.float32, torch.device("meta")) for layer in layers
+        )
 
     def trace(self, policy: str, documents: Sequence[Document]) -> Trace:
         """The first two optimiser steps of a run whose micro-batches all hold these documents.

@@ -7,43 +7,77 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_models import LAYERS, losses_and_gradients, write_dense
+from dense_models import BIASES, DENSE, LAYERS, assert_equal, loaded, trained, write_dense, write_two_layers
 from torch import nn
 
 from pyggtrain.adapters.lora import LoraConfig, attach
 from pyggtrain.gguf import GGUFFile
-from pyggtrain.graph import model as graph_model
 from pyggtrain.graph.halves import Half, find_halves
 from pyggtrain.graph.importer import import_steps
 from pyggtrain.graph.ir import Graph
 from pyggtrain.graph.model import ImportedModel, training_graph
 from pyggtrain.graph.weights import Weights
-from pyggtrain.nn import AttentionHalf, FeedForwardHalf
-from pyggtrain.ops.fused import Kept
+from pyggtrain.nn import POLICIES, AttentionHalf, FeedForwardHalf
+from pyggtrain.ops.fused import Kept, cpu_attention_block, cpu_feed_forward
 
 
-@pytest.fixture(autouse=True)
-def _halves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
+def parts_of(model: ImportedModel) -> list[list[type | None]]:
+    """What each part of each layer is."""
+    return [[None if half is None else type(half.modules) for half in layer.halves] for layer in model.layers]  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module", params=LAYERS)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf"
+    return write_dense(file, request.param)
+
+
+@pytest.fixture
+def _halves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="the fused operations are Triton's")
-    return write_dense(tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf", request.param)
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU, and this runs on a CPU")
+    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled where there is a GPU, and this runs on a CPU"
-)
+@pytest.mark.usefixtures("_halves_of_a_gpu")
 @pytest.mark.parametrize("kept", [Kept(), Kept(attention=False), Kept(gate_up=True, weights=True)], ids=str)
-def test_fused_layers_give_the_loss_and_gradients_of_the_graph(path: Path, kept: Kept) -> None:
-    model, found = losses_and_gradients(path, fused=True, kept=[kept, Kept()])
+def test_a_gpus_layers_give_the_loss_and_gradients_of_the_graph(path: Path, kept: Kept) -> None:
+    model, plain = loaded(path, "gpu"), loaded(path, None)
+    found = trained(model, kept=[kept, Kept()])
     assert model.is_fused and len(model.fused_layers) == 2
-    plain, wanted = losses_and_gradients(path, fused=False)
-    assert not plain.is_fused
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))
+    wanted = trained(plain)
+    assert not plain.is_fused and not plain.fused_layers
+    assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cpus_layers_give_the_loss_and_gradients_of_the_graph(
+    path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = loaded(path, "cpu"), loaded(path, None)
+    assert parts_of(model) == [[AttentionHalf, FeedForwardHalf]] * 2 and parts_of(plain) == [[None]] * 2
+    # What the word means is for a GPU: its plan of memory, and CUDA graphs.
+    assert not model.is_fused and not model.can_capture
+    calls = []
+
+    def counted(half: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *arguments, **options: calls.append(half) or half(*arguments, **options)
+
+    for half in (cpu_attention_block, cpu_feed_forward):
+        monkeypatch.setattr(f"pyggtrain.nn.fused_layer.{half.__name__}", counted(half))
+    assert_equal(trained(model, policy=policy), trained(plain))
+    assert calls == [cpu_attention_block, cpu_feed_forward] * 2
+
+
+def test_attention_to_later_tokens_is_no_half(tmp_path: Path) -> None:
+    model = loaded(write_two_layers(tmp_path / "dream.gguf", "dream", {}, DENSE | BIASES), "cpu")
+    assert model.diffusion is not None and parts_of(model) == [[None]] * 2
+
+
+def test_dropout_runs_through_single_operations_on_a_cpu(path: Path) -> None:
+    model, plain = loaded(path, "cpu"), loaded(path, None)
+    assert_equal(trained(model, policy="layers", dropout=0.5), trained(plain, dropout=0.5))
 
 
 def halves_of(path: Path, change: Callable[[Graph], Graph] = lambda graph: graph) -> list[Half]:
@@ -96,10 +130,9 @@ def test_another_residual_another_function_or_another_reader_is_no_half(path: Pa
     assert len(halves_of(path, other_reader)) == 3
 
 
+@pytest.mark.usefixtures("_halves_of_a_gpu")
 def test_dropout_leaves_the_fused_way(path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_model, "can_run_fused", lambda dtype, device: True)
-        model = ImportedModel(GGUFFile.open(path))
+    model = loaded(path, "gpu")
     attach(model, LoraConfig(r=2, lora_alpha=2.0, lora_dropout=0.5), seed=0)
     model.eval()
     assert model.is_fused and model.can_capture

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from pyggtrain.models.llama import Block, Config
 from pyggtrain.nn import FusedLayer, QuantLinear
 from pyggtrain.nn.quant_linear import LoraPair
 from pyggtrain.ops import rehearsal
-from pyggtrain.ops.attention import Variant
+from pyggtrain.ops.attention import PLAIN, Variant
 from pyggtrain.ops.fused import Kept, can_fuse_on_cpu
 from pyggtrain.ops.rope import RopeTables, cpu_rope
 
@@ -126,30 +126,55 @@ def test_without_pairs_there_is_still_a_gradient_of_the_input(compare: Callable[
     compare([0, 9], Kept(), pairs="none")
 
 
+class _HeadNorm(NamedTuple):
+    weight: torch.Tensor
+    eps: float
+
+
+# (norms of heads, rotation, what is not plain).
+ATTENTIONS = {
+    "norms of heads": (True, True, PLAIN),
+    "norms of heads, no rotation": (True, False, PLAIN),
+    "window, softcap and sinks, no rotation": (False, False, Variant(4, softcap=2.0, sinks_H=torch.randn(HEADS))),
+}
+
+
 @pytest.mark.parametrize("kept", [Kept(), Kept(attention=False)], ids=["matmuls", "layers"])
-def test_attention_with_window_softcap_sinks_a_bias_behind_it_and_no_rotation(
-    device: torch.device, kept: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_attention_with_a_bias_behind_it_and_more(device: torch.device, halves: str, case: str, kept: Kept) -> None:
+    has_norms, turns, variant = ATTENTIONS[case]
+    if halves == "cpu" and not variant.is_plain:
+        pytest.skip("a CPU's attention is plain")
     block = make_block(device, pairs="some")
     generator = torch.Generator().manual_seed(7)
-    sinks_H, bias = (torch.randn(size, generator=generator).to(device) for size in (HEADS, WIDTH))
-    block.attn_output.bias = bias
+    block.attn_output.bias = torch.randn(WIDTH, generator=generator).to(device)
+    weights = [(1 + 0.3 * torch.randn(HEAD, generator=generator)).to(device) for _ in range(2)]
+    norms = tuple(_HeadNorm(weight, 1e-4) for weight in weights)
+    sinks_H = None if variant.sinks_H is None else variant.sinks_H.to(device)
     x = torch.randn(19, WIDTH, generator=generator).to(device).requires_grad_()
+    angles = torch.arange(19)[:, None] * 0.3 ** torch.arange(HEAD // 2 - 2)
+    tables = RopeTables(angles.cos().to(device), angles.sin().to(device), "NEOX") if turns else None
     documents = ops.Documents(torch.tensor([0, 13, 19], dtype=torch.int32))
-    half = replace(block.fused().attention, variant=Variant(window=4, softcap=2.0, sinks_H=sinks_H))
+    head_norms = norms if has_norms else None
+    half = replace(block.fused().attention, head_norms=head_norms, variant=replace(variant, sinks_H=sinks_H))
+    assert half.can_fuse(x.dtype, torch.device("cpu"))
     y = block.attn_norm(x)
     q, k, v = (linear(y).unflatten(1, (-1, HEAD)) for linear in (block.attn_q, block.attn_k, block.attn_v))
+    if has_norms:
+        q, k = (ops.rms_norm(heads, norm.weight, eps=norm.eps) for heads, norm in zip((q, k), norms, strict=True))
+    if tables is not None:
+        q, k = ops.rope(q, tables), ops.rope(k, tables)
+    mask = Mask() if variant.window is None else Mask("standard", variant.window)
     o = masked_attention(
-        q, k, v, documents, softmax_scale=HEAD**-0.5, mask=Mask("standard", 4), softcap=2.0, sinks_H=sinks_H
+        q, k, v, documents, softmax_scale=HEAD**-0.5, mask=mask, softcap=variant.softcap, sinks_H=sinks_H
     )
     wanted = x + block.attn_output(o.flatten(1))
-    found = half(x, None, documents, kept)
+    found = half(x, tables, documents, kept)
     weight = torch.randn(19, WIDTH, generator=generator).to(device)
     parameters = [x, *(parameter for linear in half.linears for parameter in linear.parameters())]
     results = [(one, *torch.autograd.grad((one * weight).sum(), parameters)) for one in (found, wanted)]
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.detach().abs().max()))
 
 
 def test_kept_gate_and_up_serve_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,21 +93,40 @@ def write_two_layers(
     return path
 
 
-def losses_and_gradients(
-    path: Path, *, fused: bool, kept: list[Kept] | None = None
-) -> tuple[ImportedModel, list[torch.Tensor]]:
-    """A file's graph as a model, its loss on two documents, and the gradients of pairs on all its linears."""
+def loaded(path: Path, halves_of: str | None) -> ImportedModel:
+    """A file's graph as a model that runs the halves of a "gpu" (in Triton's interpreter), of a "cpu", or none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_model, "can_run_fused", lambda dtype, device: fused)
-        model = ImportedModel(GGUFFile.open(path))
-    adapter = attach(model, LoraConfig(r=2, lora_alpha=3.0), seed=0)
+        patch.setattr(graph_model, "can_run_fused", lambda dtype, device: halves_of == "gpu")
+        if halves_of is None:
+            patch.setattr(graph_model, "find_halves", lambda graph, weights: [])
+        return ImportedModel(GGUFFile.open(path))
+
+
+def trained(
+    model: ImportedModel,
+    *,
+    kept: list[Kept] | None = None,
+    policy: str = "none",
+    dropout: float = 0.0,
+    batch: Batch | None = None,
+) -> list[torch.Tensor]:
+    """The loss of a batch (two documents of 24 tokens), and the gradients of pairs on all linears."""
+    adapter = attach(model, LoraConfig(r=2, lora_alpha=3.0, lora_dropout=dropout), seed=0)
     generator = torch.Generator().manual_seed(1)
     for pair in adapter.pairs.values():
         pair.lora_b.data = torch.randn(pair.lora_b.shape, generator=generator) * 0.2
-    model.kept = kept
-    tokens = torch.randint(1, VOCAB, (24,), generator=generator).tolist()
-    labels = [-100 if place % 3 == 0 else token for place, token in enumerate(tokens)]
-    batch = Batch.from_documents([(tokens[:15], labels[:15]), (tokens[15:], labels[15:])])
+    model.kept, model.checkpoint_policy = kept, policy
+    if batch is None:
+        tokens = torch.randint(1, VOCAB, (24,), generator=generator).tolist()
+        labels = [-100 if place % 3 == 0 else token for place, token in enumerate(tokens)]
+        batch = Batch.from_documents([(tokens[:15], labels[:15]), (tokens[15:], labels[15:])])
+    torch.manual_seed(2)
     loss, num_targets = model.loss(batch)
     assert num_targets == batch.num_targets
-    return model, [loss.detach(), *torch.autograd.grad(loss, adapter.parameters())]
+    return [loss.detach(), *torch.autograd.grad(loss, adapter.parameters())]
+
+
+def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Losses and gradients that differ by rounding alone."""
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -120,51 +120,77 @@ class _Linears:
         return zip(columns, self._parts(thin_RT), self.pairs, group.scales, group.blocks, group.types, strict=True)
 
 
+class _Heads(NamedTuple):
+    """q, k, v as attention reads them, each [T, heads, K].
+
+    Attributes:
+        inverse_rms: 1 / rms of each head of q and of k before their norms, [T, heads, 1]; empty without norms.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    inverse_rms: tuple[torch.Tensor, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class _Attention:
     block: AttentionBlock
-    tables: RopeTables
+    tables: RopeTables | None
     documents: Documents
     kept: Kept
     compute: str
 
-    def qkv(self, x_TD: torch.Tensor, linears: _Linears) -> tuple[torch.Tensor, ...]:
-        """q, k, v [T, heads, K] after rotation; the low-rank products."""
+    def product(self, x_TD: torch.Tensor, linears: _Linears) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is kept of q, k, v [T, (H + 2 N) K]: after rotation, or before the norms of heads; the low-rank
+        products.
+        """
         y_TD, _ = cpu_rms_norm(x_TD, self.block.norm_weight, self.block.eps)
         qkv_TN, h_RT = linears.forward(y_TD, bias_N=self.block.bias)
-        q, k, v = heads_of(qkv_TN, self.block.head_counts, self.block.head_width)
-        for turned in (q, k):
-            cpu_rope(turned, self.tables, out=turned)
-        return q, k, v, h_RT
+        if self.block.head_norms is None:
+            self._turn_(self._q_and_k(qkv_TN))
+        return qkv_TN, h_RT
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def heads(self, qkv_TN: torch.Tensor) -> _Heads:
+        """q, k and v from what `product` gave."""
+        block = self.block
+        q, k, v = heads_of(qkv_TN, block.head_counts, block.head_width)
+        if block.head_norms is None:
+            return _Heads(q, k, v)
+        (q, r_q), (k, r_k) = (
+            cpu_rms_norm(x, weight, block.head_eps) for x, weight in zip((q, k), block.head_norms, strict=True)
+        )
+        self._turn_(q)
+        self._turn_(k)
+        return _Heads(q, k, v, (r_q, r_k))
+
+    def attention(self, heads: _Heads) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """o [T, H K] and the log-sum-exp of each document."""
         parts, logsumexps = [], []
         for document in self._documents():
             o, logsumexp = _flash(
-                *(_batched(part[document]) for part in (q, k, v)), 0.0, True, scale=self.block.softmax_scale
+                *(_batched(part[document]) for part in heads[:3]), 0.0, True, scale=self.block.softmax_scale
             )
             parts.append(o.transpose(1, 2).flatten(2).squeeze(0))
             logsumexps.append(logsumexp)
         return parts[0] if len(parts) == 1 else torch.cat(parts), logsumexps
 
-    def attention_backward(
+    def backward(
         self,
         d_o_TN: torch.Tensor,
         o_TN: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        qkv_TN: torch.Tensor,
+        heads: _Heads,
         logsumexps: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Gradient of q, k and v before rotation, [T, (H + 2 N) K]."""
+        """Gradient of the products q, k and v, [T, (H + 2 N) K]."""
         block = self.block
-        d_qkv_TN = d_o_TN.new_empty(d_o_TN.shape[0], sum(block.head_counts) * block.head_width)
+        d_qkv_TN = torch.empty_like(qkv_TN)
         places = heads_of(d_qkv_TN, block.head_counts, block.head_width)
         d_o, o = (x.view(-1, block.num_heads, block.head_width) for x in (d_o_TN, o_TN))
         for document, logsumexp in zip(self._documents(), logsumexps, strict=True):
             gradients = _flash_backward(
-                *(_batched(part[document]) for part in (d_o, q, k, v, o)),
+                *(_batched(part[document]) for part in (d_o, *heads[:3], o)),
                 logsumexp,
                 0.0,
                 True,
@@ -172,9 +198,21 @@ class _Attention:
             )
             for place, gradient in zip(places, gradients, strict=True):
                 place[document] = gradient.squeeze(0).transpose(0, 1)
-        for place in places[:2]:
-            cpu_rope(place, self.tables, is_inverse=True, out=place)
+        self._turn_(self._q_and_k(d_qkv_TN), is_inverse=True)
+        if block.head_norms is not None:
+            before = heads_of(qkv_TN, block.head_counts[:2], block.head_width)
+            for place, x, r, weight in zip(places[:2], before, heads.inverse_rms, block.head_norms, strict=True):
+                place.copy_(cpu_rms_norm_backward(place, x, r, weight))
         return d_qkv_TN
+
+    def _q_and_k(self, qkv_TN: torch.Tensor) -> torch.Tensor:
+        """The heads of q and k, which lie beside each other, [T, H + N, K]."""
+        (heads,) = heads_of(qkv_TN, (self.block.num_heads + self.block.num_kv_heads,), self.block.head_width)
+        return heads
+
+    def _turn_(self, heads_THK: torch.Tensor, *, is_inverse: bool = False) -> None:
+        if self.tables is not None:
+            cpu_rope(heads_THK, self.tables, is_inverse=is_inverse, out=heads_THK)
 
     def _documents(self) -> list[slice]:
         return [slice(start, end) for start, end in pairwise(self.documents.bounds)]
@@ -197,11 +235,12 @@ class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: _Attention, *lora: torch.Tensor | None) -> torch.Tensor:
         pairs = pairs_of(lora)
-        q, k, v, h_qkv = run.qkv(x, _Linears(run.block.qkv, run.compute, pairs[:-1]))
-        o, logsumexps = run.attention(q, k, v)
-        y, h_output = _Linears(run.block.output, run.compute, pairs[-1:]).forward(o, residual_TN=x)
+        qkv, h_qkv = run.product(x, _Linears(run.block.qkv, run.compute, pairs[:-1]))
+        o, logsumexps = run.attention(run.heads(qkv))
+        output = _Linears(run.block.output, run.compute, pairs[-1:])
+        y, h_output = output.forward(o, bias_N=run.block.output_bias, residual_TN=x)
         ctx.run = run
-        kept = (q, k, v, o, *logsumexps) if run.kept.attention else ()
+        kept = (qkv, o, *logsumexps) if run.kept.attention else ()
         ctx.num_kept = len(kept)
         ctx.save_for_backward(x, h_qkv, h_output, *kept, *lora)
         return y
@@ -212,19 +251,21 @@ class _AttentionFunction(torch.autograd.Function):
         x, h_qkv, h_output, *rest = ctx.saved_tensors
         kept, lora = rest[: ctx.num_kept], rest[ctx.num_kept :]
         pairs = pairs_of(lora)
-        qkv = _Linears(run.block.qkv, run.compute, pairs[:-1])
+        qkv_linears = _Linears(run.block.qkv, run.compute, pairs[:-1])
         if kept:
-            q, k, v, o, *logsumexps = kept
+            qkv, o, *logsumexps = kept
+            heads = run.heads(qkv)
         else:
-            q, k, v, _ = run.qkv(x, qkv)
-            o, logsumexps = run.attention(q, k, v)
+            qkv, _ = run.product(x, qkv_linears)
+            heads = run.heads(qkv)
+            o, logsumexps = run.attention(heads)
         output = _Linears(run.block.output, run.compute, pairs[-1:])
         d_o, output_gradients = output.backward(dy, o, h_output, needs_dx=True)
         assert d_o is not None
-        d_qkv = run.attention_backward(d_o, o, q, k, v, logsumexps)
-        del q, k, v, o, d_o, kept, rest
+        d_qkv = run.backward(d_o, o, qkv, heads, logsumexps)
+        del qkv, heads, o, d_o, kept, rest
         y, r = cpu_rms_norm(x, run.block.norm_weight, run.block.eps)
-        d_normed, qkv_gradients = qkv.backward(d_qkv, y, h_qkv, needs_dx=ctx.needs_input_grad[0])
+        d_normed, qkv_gradients = qkv_linears.backward(d_qkv, y, h_qkv, needs_dx=ctx.needs_input_grad[0])
         dx = None if d_normed is None else cpu_rms_norm_backward(d_normed, x, r, run.block.norm_weight).add_(dy)
         return dx, None, *qkv_gradients, *output_gradients
 
@@ -245,9 +286,9 @@ class _FeedForwardFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: _FeedForward, *lora: torch.Tensor | None) -> torch.Tensor:
         pairs = pairs_of(lora)
-        gate_up, h_in = run.gate_up(x, _Linears(run.block.gate_up, run.compute, pairs[:2]))
+        gate_up, h_in = run.gate_up(x, _Linears(run.block.gate_up, run.compute, pairs[:-1]))
         a = cpu_swiglu(*gate_up.chunk(2, dim=1))
-        z, h_down = _Linears(run.block.down, run.compute, pairs[2:]).forward(a, residual_TN=x)
+        z, h_down = _Linears(run.block.down, run.compute, pairs[-1:]).forward(a, residual_TN=x)
         ctx.run = run
         ctx.save_for_backward(x, h_in, h_down, gate_up if run.kept.gate_up else None, *lora)
         return z
@@ -257,11 +298,11 @@ class _FeedForwardFunction(torch.autograd.Function):
         run: _FeedForward = ctx.run
         x, h_in, h_down, gate_up, *lora = ctx.saved_tensors
         pairs = pairs_of(lora)
-        gate_up_linears = _Linears(run.block.gate_up, run.compute, pairs[:2])
+        gate_up_linears = _Linears(run.block.gate_up, run.compute, pairs[:-1])
         if gate_up is None:
             gate_up, _ = run.gate_up(x, gate_up_linears)
         gate, up = gate_up.chunk(2, dim=1)
-        down = _Linears(run.block.down, run.compute, pairs[2:])
+        down = _Linears(run.block.down, run.compute, pairs[-1:])
         d_a, down_gradients = down.backward(dz, cpu_swiglu(gate, up), h_down, needs_dx=True)
         assert d_a is not None
         d_gate_up = torch.empty_like(gate_up)
@@ -277,14 +318,14 @@ class _FeedForwardFunction(torch.autograd.Function):
 def cpu_attention_block(
     x_TD: torch.Tensor,
     block: AttentionBlock,
-    tables: RopeTables,
+    tables: RopeTables | None,
     documents: Documents,
     pairs: Sequence[Pair],
     *,
     kept: Kept,
     compute: str,
 ) -> torch.Tensor:
-    """`attention_block` for float32 on a CPU.
+    """`attention_block` for float32 on a CPU; attention has to be plain.
 
     Args:
         kept: `weights` and `on_host` mean nothing here.
