@@ -1,18 +1,23 @@
 """Which activations of a layer are kept for backward, and which are computed again.
 
-* "none": everything the operations save. Fastest, most memory.
+Where a layer runs as two fused halves (`nn.fused_layer`), `kept_by` says what each keeps besides its input and its
+low-rank products:
+
+* "none": what it cannot make again without a product: q, k, v and attention's output; gate and up.
+* "matmuls": the same without gate and up.
+* "layers": nothing.
+* "offload": as "matmuls", in pinned host memory (`nn.host_stash`): nothing is left on a GPU but the layer at work.
+
+Where it runs as single operations, through `run_layer`:
+
+* "none": everything the operations save.
 * "matmuls": the results of matrix products and attention are kept, and the element-wise work between them (norms,
-  rotation, SwiGLU) is computed again from them: 5 to 10 % more time, two thirds of the memory (`docs/numerics.md`).
-* "layers": only each layer's input is kept; its products are computed again, all but the last: a layer that ends in a
+  rotation, SwiGLU) is computed again from them.
+* "layers": only the layer's input is kept; its products are computed again, all but the last: a layer that ends in a
   product with a residual inside (`ops.quant_linear`, `residual_TN`) has its output kept, which is the next layer's
-  input and costs nothing. A third more time, a fourteenth of the memory.
+  input and costs nothing.
 
-* "offload": nothing is left on a GPU but the layer at work; what is expensive to compute again waits in pinned host
-  memory (`nn.host_stash`).
-
-A model knows only `run_layer`, and where its layers run fused `FusedLayers` (`nn.fused_layer`), which asks `kept_by`:
-there "none" keeps what each half cannot make again without a product, "matmuls" all of that but gate and up, "layers"
-the inputs of both halves.
+What each takes of memory and time is in docs/numerics.md.
 """
 
 from collections.abc import Callable

@@ -163,8 +163,9 @@ class TrainConfig:
     (dequantised inside the product), "mmq" (llama.cpp's kernels, activations in 8 bits, in builds with CUDA), "fp8"
     (8-bit floats, hand-written models on cards that multiply them; docs/performance.md says what it costs)."""
     gradient_checkpointing: Literal["auto", "none", "matmuls", "layers", "offload"] = "auto"
-    """Memory against time: keep all activations ("none"), recompute cheap parts ("matmuls") or whole layers
-    ("layers"), or, on a GPU, let them wait in the host's memory ("offload")."""
+    """Memory against time, by what backward computes again: nothing that takes a product ("none"), a part of each layer
+    ("matmuls") or whole layers ("layers"); or, on a GPU, activations wait in the host's memory ("offload").
+    docs/numerics.md has what each keeps."""
     cuda_graphs: bool = True
     """On a GPU, launch the forward and backward of short micro-batches as one CUDA graph for each shape."""
     max_memory: str | None = None

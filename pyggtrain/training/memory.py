@@ -283,7 +283,7 @@ def micro_batch_sizes(config: TrainConfig) -> list[int]:
     return [size for size in range(config.step_rows, 0, -1) if config.step_rows % size == 0]
 
 
-# Time of a step by policy, relative to "none" (docs/plan.md, measured).
+# Time of a step by policy, relative to "none": between what was measured (docs/plan.md).
 _POLICY_TIME = {"none": 1.0, "matmuls": 1.07, "offload": 1.22, "layers": 1.33}
 # Tokens that take as long as what each micro-batch costs beside its tokens: every weight is decoded anew.
 _OVERHEAD_TOKENS = {"cpu": 64, "cuda": 220}
