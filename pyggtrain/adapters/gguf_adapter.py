@@ -312,8 +312,8 @@ def _check_pairs(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], base: G
             and f"{name.removesuffix('.weight')}.scale" in base.tensors
         ):
             raise AdapterError(
-                f"{found}: {name} is NVFP4 with a scale of its own, and llama.cpp aborts on a pair on such a weight of a "
-                "feed-forward. Take it out."
+                f"{found}: {name} is NVFP4 with a scale of its own, and llama.cpp aborts on a pair on such a weight. "
+                "Take it out."
             )
         elif len(weight.shape) < 2 and not name.endswith(_ONE_ROW):
             raise AdapterError(
