@@ -235,6 +235,10 @@ struct session {
         PYGGTRAIN_CHECK(weight != nullptr, name, "not in the model", "a tensor of the base file");
         const bool is_tied_embedding = name == "token_embd.weight" && model->get_tensor("output.weight") == nullptr;
         PYGGTRAIN_CHECK(!is_tied_embedding, name, "also the output head of this model", "no adapter pair on a tied embedding: llama.cpp would abort");
+        // build_ffn() asserts it; attention and stacks of experts take such a pair.
+        const bool is_scaled_nvfp4 = weight->type == GGML_TYPE_NVFP4 && name.find(".ffn_") != std::string::npos && name.find("_exps.") == std::string::npos &&
+                                     model->get_tensor((name.substr(0, name.rfind('.')) + ".scale").c_str()) != nullptr;
+        PYGGTRAIN_CHECK(!is_scaled_nvfp4, name, "NVFP4 with a scale of its own", "no adapter pair on such a feed-forward weight: llama.cpp would abort");
         const bool same_experts = pair.a->ne[2] == weight->ne[2] && pair.b->ne[2] == weight->ne[2] && pair.a->ne[3] == 1 && pair.b->ne[3] == 1;
         PYGGTRAIN_CHECK(same_experts, name, join("given as lora_a ", shape_text(tensor_shape(pair.a)), " and lora_b ", shape_text(tensor_shape(pair.b))),
                         join("the same number of experts as the weight ", shape_text(tensor_shape(weight))));

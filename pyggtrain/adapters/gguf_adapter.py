@@ -13,6 +13,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ _OWN_KEYS = ("general.type", "general.architecture", "adapter.type", "adapter.lo
 _KEYS_OF_THE_FILE = ("general.alignment", "general.file_type", "general.quantization_version")
 # May be stored as a vector, and are multiplied as a matrix of one row.
 _ONE_ROW = ("ffn_gate_inp_shexp.weight", "attn_gate.weight")
+# Experts but the shared one take another road in llama.cpp.
+_IN_FEED_FORWARD = re.compile(r"\.ffn_(?!\w*_exps\.)")
 _BASE_KEYS = {
     "base.header_sha256": "metadata and tensor table",
     "base.tokenizer_sha256": "tokenizer",
@@ -303,6 +306,15 @@ def _check_pairs(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], base: G
             # llama.cpp looks up rows of lora_a here, so both halves lie the other way round.
             num_tokens, width = weight.shape
             needed = ((num_tokens, lora_a.shape[-1]), (width, lora_a.shape[-1]))
+        elif (
+            weight.type == "NVFP4"
+            and _IN_FEED_FORWARD.search(name)
+            and f"{name.removesuffix('.weight')}.scale" in base.tensors
+        ):
+            raise AdapterError(
+                f"{found}: {name} is NVFP4 with a scale of its own, and llama.cpp aborts on a pair on such a weight. "
+                "Take it out."
+            )
         elif len(weight.shape) < 2 and not name.endswith(_ONE_ROW):
             raise AdapterError(
                 f"{found}: {name} is a vector {list(weight.shape)}, and llama.cpp silently ignores pairs on vectors. "

@@ -42,13 +42,16 @@ def test_every_kind_is_counted_trained_and_proven_within_the_memory_allowed(
 
 
 def test_the_same_seed_gives_the_same_bytes_in_a_fresh_process(expert_model: Path, chats: Path, tmp_path: Path) -> None:
-    written = {}
+    running = {}
     for label, seed in (("once", "3"), ("again", "3"), ("other", "4")):
         folder = tmp_path / label
         folder.mkdir()
         more = ("--seed", seed, "--no-verify", "--lora-dropout", "0.1")
         command = [sys.executable, "-m", "pyggtrain", *arguments(expert_model, chats, folder / "a.gguf", *more)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        written[label] = (folder / "a.gguf").read_bytes()
+        running[label] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    written = {}
+    for label, process in running.items():
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+        written[label] = (tmp_path / label / "a.gguf").read_bytes()
     assert written["once"] == written["again"] != written["other"]

@@ -12,7 +12,7 @@ import torch
 
 from pyggtrain import _bridge, adapters, models
 from pyggtrain.adapters import LoraConfig
-from pyggtrain.errors import UnsupportedError
+from pyggtrain.errors import AdapterError, BridgeError, UnsupportedError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.model_info import info
 from pyggtrain.nn import Batch
@@ -69,6 +69,20 @@ def test_nvfp4_attention_is_trained_and_its_feed_forward_is_left_alone(
     reason = "is an NVFP4 weight with a scale of its own, and llama.cpp aborts when an adapter changes it"
     assert model.untrainable["blk.0.ffn_up.weight"] == reason
     assert {tensor.kind for tensor in info(file.path).tensors if tensor.why_no_lora == reason} == set(FEED_FORWARD)
+
+
+def test_a_pair_that_llama_cpp_would_abort_on_is_refused(make_llama: Callable[..., GGUFFile], tmp_path: Path) -> None:
+    types = dict.fromkeys((*ATTENTION, *FEED_FORWARD), "NVFP4")
+    plain = make_llama(num_ff=128, types=types)
+    adapter = adapters.attach(models.load(plain), LoraConfig(r=4, target_modules="blk.0.ffn_up"), seed=0)
+    adapters.save(tmp_path / "adapter.gguf", adapter, plain)
+    scaled = make_llama(num_ff=128, types=types, tensors=scales(*FEED_FORWARD))
+    with pytest.raises(AdapterError, match="blk.0.ffn_up.weight is NVFP4 with a scale of its own"):
+        adapters.check_against_base(adapters.load(tmp_path / "adapter.gguf"), scaled, ignore_hash=True)
+    session = _bridge.Session(str(scaled.path), num_ctx=64, num_ubatch=64, num_threads=1)
+    with pytest.raises(BridgeError, match="blk.0.ffn_up.weight is NVFP4 with a scale of its own"):
+        session.load_adapter(str(tmp_path / "adapter.gguf"))
+    session.close()
 
 
 def test_nvfp4_without_scales_is_trained_whole(make_llama: Callable[..., GGUFFile], tmp_path: Path) -> None:

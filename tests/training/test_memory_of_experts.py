@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from dense_models import WIDTH
 from expert_models import write_mixture
+from tiny_models import generate
 
 from pyggtrain import models
 from pyggtrain.adapters.lora import LoraConfig, attach
@@ -79,3 +80,14 @@ def test_what_lies_between_does_not_grow_with_the_number_of_experts(tmp_path: Pa
         between[num_experts] = peak["activations"] + peak.get("workspace", 0)
     # Only a router's scores are as many as there are experts: 4 bytes for each, here in one form or two a layer.
     assert between[256] - between[16] < 2 * 2 * 256 * (256 - 16) * 4
+
+
+@pytest.mark.parametrize("architecture", ["gpt-oss", "deepseek2", "glm4moe", "qwen2moe", "jamba", "llama4"])
+def test_other_mixtures_are_planned_too(architecture: str, tmp_path: Path) -> None:
+    file = GGUFFile.open(generate(architecture, "moe", tmp_path))
+    config = config_for(file)
+    shorter, longer = (
+        Rehearsal(file, config, LoraConfig(r=2)).trace("layers", [row(64)] * count).peak() for count in (1, 3)
+    )
+    assert longer["adapter"] == shorter["adapter"] > 0
+    assert 1.5 < longer["activations"] / shorter["activations"] < 4
