@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from measure import append_line, environment
-from model_shapes import ModelShape, deepseek2_lite, mamba2_7b, nemotron_h_8b, qwen3moe_30b
+from model_shapes import ModelShape, deepseek2_lite, mamba2_7b, nemotron_h_8b, qwen3moe_30b, qwen35moe_35b
 from synthetic import LLAMA_3_1_8B, LLAMA_3_3_70B, HeaderFile, LlamaShape, SyntheticFile, random_tensors
 
 from pyggtrain.adapters import LoraConfig, attach
@@ -104,6 +104,8 @@ SETTINGS = {
     "4x2048_24gib_fp16": Setting(4, 2048, 24, on_host_but(32, weights=6), compute="fp16"),
     "1x2048_70b": Setting(1, 2048, 40, on_host, shape=LLAMA_3_3_70B),
     "1x2048_moe": Setting(1, 2048, 130, all_kept, shape=qwen3moe_30b),
+    "1x2048_delta": Setting(1, 2048, 130, all_kept, shape=qwen35moe_35b),
+    "4x2048_delta": Setting(4, 2048, 130, all_kept, shape=qwen35moe_35b),
     "1x2048_mla": Setting(1, 2048, 130, all_kept, shape=deepseek2_lite),
     "1x2048_mamba2": Setting(1, 2048, 130, all_kept, shape=mamba2_7b),
     "1x2048_hybrid": Setting(1, 2048, 130, all_kept, shape=nemotron_h_8b),

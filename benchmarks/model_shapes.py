@@ -181,6 +181,84 @@ def deepseek2_lite(layers: int = 27) -> ModelShape:
     return shape
 
 
+def qwen35moe_35b(layers: int = 40) -> ModelShape:
+    """Qwen3.6-35B-A3B: three gated delta nets and one gated attention in turn, 256 experts of 512 (8 for each token)
+    and a shared one.
+    """
+    width, heads, kv, head, experts, used, ff, vocabulary = 2048, 16, 2, 256, 256, 8, 512, 248320
+    key_heads, value_heads, state, taps = 16, 32, 128, 4
+    keys, values = key_heads * state, value_heads * state
+    shape = ModelShape(
+        "Qwen3.6-35B-A3B Q4_K_M",
+        "qwen35moe",
+        {
+            "block_count": layers,
+            "context_length": 32768,
+            "embedding_length": width,
+            "attention.head_count": heads,
+            "attention.head_count_kv": kv,
+            "attention.key_length": head,
+            "attention.value_length": head,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.freq_base": 1e7,
+            "rope.dimension_count": 64,
+            "rope.dimension_sections": [11, 11, 10, 0],
+            "full_attention_interval": 4,
+            "ssm.conv_kernel": taps,
+            "ssm.state_size": state,
+            "ssm.group_count": key_heads,
+            "ssm.time_step_rank": value_heads,
+            "ssm.inner_size": values,
+            "expert_count": experts,
+            "expert_used_count": used,
+            "expert_feed_forward_length": ff,
+            "expert_shared_feed_forward_length": ff,
+            "vocab_size": vocabulary,
+        },
+        _base(vocabulary, width),
+        used / experts,
+    )
+    for layer in range(layers):
+        sizes: dict[str, tuple[int, ...]] = {"attn_norm": (width,), "post_attention_norm": (width,)}
+        others: dict[str, tuple[int, ...]] = {}
+        if layer % 4 == 3:
+            sizes |= {
+                "attn_q": (2 * heads * head, width),
+                "attn_k": (kv * head, width),
+                "attn_v": (kv * head, width),
+                "attn_output": (width, heads * head),
+                "attn_q_norm": (head,),
+                "attn_k_norm": (head,),
+            }
+        else:
+            sizes |= {
+                "attn_qkv": (2 * keys + values, width),
+                "attn_gate": (values, width),
+                "ssm_alpha": (value_heads, width),
+                "ssm_beta": (value_heads, width),
+                "ssm_norm": (state,),
+                "ssm_out": (width, values),
+            }
+            others = {
+                "ssm_conv1d.weight": (2 * keys + values, taps),
+                "ssm_dt.bias": (value_heads,),
+                "ssm_a": (value_heads,),
+            }
+        sizes |= {
+            "ffn_gate_inp": (experts, width),
+            "ffn_gate_exps": (experts, ff, width),
+            "ffn_up_exps": (experts, ff, width),
+            "ffn_down_exps": (experts, width, ff),
+            "ffn_gate_shexp": (ff, width),
+            "ffn_up_shexp": (ff, width),
+            "ffn_down_shexp": (width, ff),
+        }
+        others["ffn_gate_inp_shexp.weight"] = (width,)
+        shape.tensors.update(_linears(layer, layers, sizes))
+        shape.tensors.update({f"blk.{layer}.{name}": ("F32", size) for name, size in others.items()})
+    return shape
+
+
 _HEADS, _STATE, _GROUPS, _INNER = 128, 128, 8, 8192
 _SSM = {
     "ssm.conv_kernel": 4,

@@ -14,7 +14,7 @@ from torch.nn import functional
 from pyggtrain import ops
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.graph.frame import Frame, in_full
-from pyggtrain.graph.halves import Half
+from pyggtrain.graph.half import Half
 from pyggtrain.graph.inputs import MASKS, Leaf, input_of
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering import Kernel, lower
@@ -111,7 +111,7 @@ def make_program(
         is_recurrent=any(node.op in RECURRENT or node.name == "s_copy" for node in graph.nodes),
         is_capturable=not graph.uses_alibi
         and not any(
-            # Recurrences are launched document by document; "<op>.<kind>" is one of `op`.
+            # What recurrences launch depends on the bounds of documents; "<op>.<kind>" is one of `op`.
             node.op.partition(".")[0] in RECURRENT or node.name in MASKS or node.value
             for node in graph.nodes
         ),

@@ -20,7 +20,8 @@ from pyggtrain.gguf import GGUFFile
 from pyggtrain.graph.cache import cached_capture
 from pyggtrain.graph.capture import DOCUMENT_UNIT
 from pyggtrain.graph.frame import Frame, in_full
-from pyggtrain.graph.halves import Half, find_halves, fused_layer
+from pyggtrain.graph.half import Half
+from pyggtrain.graph.halves import find_halves, fused_layer
 from pyggtrain.graph.importer import Program, import_steps, make_program
 from pyggtrain.graph.ir import Graph, fit, fit_document
 from pyggtrain.graph.mixtures import Mixture, find_mixtures

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pyggtrain.graph.frame import Frame, in_full
-from pyggtrain.graph.halves import Half
+from pyggtrain.graph.half import Half
 from pyggtrain.graph.inputs import Leaf
 from pyggtrain.graph.lowering import Kernel
 from pyggtrain.graph.mixtures import Mixture

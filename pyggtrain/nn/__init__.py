@@ -6,7 +6,7 @@ from pyggtrain.nn.diffusion import Diffusion
 from pyggtrain.nn.embedding import Embedding
 from pyggtrain.nn.expert_half import ExpertHalf
 from pyggtrain.nn.expert_linear import ExpertLinear
-from pyggtrain.nn.fused_layer import AttentionHalf, FeedForwardHalf, FusedLayer, FusedLayers, can_run_fused
+from pyggtrain.nn.fused_layer import AttentionHalf, DeltaHalf, FeedForwardHalf, FusedLayer, FusedLayers, can_run_fused
 from pyggtrain.nn.host_stash import HostStash
 from pyggtrain.nn.model import Model, SplittableModel, activation_dtype, why_untrainable
 from pyggtrain.nn.quant_linear import LoraPair, QuantLinear
@@ -18,6 +18,7 @@ __all__ = [
     "POLICIES",
     "AttentionHalf",
     "Batch",
+    "DeltaHalf",
     "Diffusion",
     "Embedding",
     "ExpertHalf",

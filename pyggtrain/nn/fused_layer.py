@@ -17,6 +17,7 @@ from pyggtrain.nn.quant_linear import QuantLinear
 from pyggtrain.ops.attention import PLAIN, Documents, Variant
 from pyggtrain.ops.fused import (
     AttentionBlock,
+    DeltaBlock,
     FeedForward,
     Kept,
     LinearGroup,
@@ -25,6 +26,7 @@ from pyggtrain.ops.fused import (
     can_fuse_on_cpu,
     cpu_attention_block,
     cpu_feed_forward,
+    delta_block,
     feed_forward,
 )
 from pyggtrain.ops.quant_matmul import HALF_DTYPES
@@ -52,6 +54,7 @@ class AttentionHalf:
         qkv: three linears, or one that gives all.
         num_heads, num_kv_heads, head_width, softmax_scale, variant: as in `ops.attention`.
         head_norms: of each head of q and of k before rotation, with one eps; None: there are none.
+        is_gated: attention's output is gated from rows among q's, see `ops.fused.AttentionBlock`.
     """
 
     norm: Norm
@@ -63,6 +66,7 @@ class AttentionHalf:
     softmax_scale: float
     head_norms: tuple[Norm, Norm] | None = None
     variant: Variant = PLAIN
+    is_gated: bool = False
 
     @property
     def linears(self) -> tuple[QuantLinear, ...]:
@@ -76,7 +80,9 @@ class AttentionHalf:
             device: where it lies; "meta" stands for a CPU's (`ops.rehearsal`).
         """
         if _runs_on_cpu(device) and not (
-            self.variant.is_plain and can_fuse_on_cpu(self.num_heads, self.num_kv_heads, self.head_width)
+            self.variant.is_plain
+            and not self.is_gated
+            and can_fuse_on_cpu(self.num_heads, self.num_kv_heads, self.head_width)
         ):
             return False
         return _can_fuse(self.linears, dtype, device)
@@ -111,6 +117,7 @@ class AttentionHalf:
             head_norms=None if norms is None else (norms[0].weight, norms[1].weight),
             head_eps=0.0 if norms is None else norms[0].eps,
             variant=self.variant,
+            is_gated=self.is_gated,
         )
         pairs = _pairs(self.linears)
         if _runs_on_cpu(x_TD.device):
@@ -118,6 +125,72 @@ class AttentionHalf:
             return cpu_attention_block(x_TD, block, tables, documents, pairs, kept=kept, compute=compute)
         with stash.part() if stash is not None else nullcontext():
             return attention_block(x_TD, block, tables, documents, pairs, kept=kept)
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaHalf:
+    """Names for the modules of x + output(gated norm(delta rule(conv(qkv(y))), gate(y))), y = norm(x).
+
+    Attributes:
+        norm, qkv, gate, output: as above.
+        alpha_beta: of the log decays and of beta, or one linear that gives both.
+        head_norm: the gated norm's; eps is that of all norms.
+        conv_weight, a, dt, num_key_heads, num_heads, head_size, is_grouped: as in `ops.fused.DeltaBlock`, keys and
+            values of one size.
+    """
+
+    norm: Norm
+    qkv: QuantLinear
+    gate: QuantLinear
+    alpha_beta: tuple[QuantLinear, ...]
+    output: QuantLinear
+    head_norm: Norm
+    conv_weight: torch.Tensor
+    a: torch.Tensor
+    dt: torch.Tensor
+    num_key_heads: int
+    num_heads: int
+    head_size: int
+    is_grouped: bool
+
+    @property
+    def linears(self) -> tuple[QuantLinear, ...]:
+        return (self.qkv, self.gate, *self.alpha_beta, self.output)
+
+    def can_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the fused operation, a GPU's alone, computes what the modules would; see `AttentionHalf`."""
+        if _runs_on_cpu(device) or self.output.compute == "fp8":
+            return False
+        from pyggtrain.kernels.gated_delta_rule.tiles import HEAD_SIZES
+
+        return (
+            self.head_size in HEAD_SIZES
+            and all(linear.bias is None for linear in self.linears)
+            and _can_fuse(self.linears, dtype, device)
+        )
+
+    def __call__(
+        self, x_TD: torch.Tensor, documents: Documents, kept: Kept, stash: HostStash | None = None
+    ) -> torch.Tensor:
+        """The half's output [T, D]; arguments as for `AttentionHalf`."""
+        block = DeltaBlock(
+            self.norm.weight,
+            self.norm.eps,
+            _group((self.qkv, self.gate)),
+            _group(self.alpha_beta),
+            _group((self.output,)),
+            self.conv_weight,
+            self.a,
+            self.dt,
+            self.head_norm.weight,
+            self.num_key_heads,
+            self.num_heads,
+            self.head_size,
+            self.head_size,
+            self.is_grouped,
+        )
+        with stash.part() if stash is not None else nullcontext():
+            return delta_block(x_TD, block, documents, _pairs(self.linears), kept=kept)
 
 
 @dataclass(frozen=True, eq=False)

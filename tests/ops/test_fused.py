@@ -15,7 +15,7 @@ from pyggtrain import ops
 from pyggtrain.gguf import quantize_tensor
 from pyggtrain.graph.masked_attention import Mask, masked_attention
 from pyggtrain.models.llama import Block, Config
-from pyggtrain.nn import FusedLayer, QuantLinear
+from pyggtrain.nn import FusedLayer, QuantLinear, RMSNorm
 from pyggtrain.nn.quant_linear import LoraPair
 from pyggtrain.ops import rehearsal
 from pyggtrain.ops.attention import PLAIN, Variant
@@ -175,6 +175,47 @@ def test_attention_with_a_bias_behind_it_and_more(device: torch.device, halves: 
     results = [(one, *torch.autograd.grad((one * weight).sum(), parameters)) for one in (found, wanted)]
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.detach().abs().max()))
+
+
+@pytest.mark.parametrize("kept", [Kept(), Kept(attention=False)], ids=["matmuls", "layers"])
+@pytest.mark.parametrize("pairs", ["all", "none"])
+def test_attention_with_norms_of_heads_and_gates_behind_it(
+    device: torch.device, kept: Kept, pairs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
+    block = make_block(device, pairs=pairs)
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(2 * HEADS * HEAD, WIDTH, generator=generator) / WIDTH**0.5
+    q_and_gate = QuantLinear(quantize_tensor("blk.0.attn_q.weight", weight, "F32"), compute="exact").to(device)
+    if pairs == "all":
+        lora_a, lora_b = (torch.randn(*shape, generator=generator) / 4 for shape in ((3, WIDTH), (weight.shape[0], 3)))
+        q_and_gate.lora = LoraPair(lora_a, lora_b, scale=0.5).to(device)
+    norms = [
+        RMSNorm(quantize_tensor("norm", torch.rand(HEAD, generator=generator) + 0.5, "F32"), eps=1e-5).to(device)
+        for _ in range(2)
+    ]
+    x = torch.randn(19, WIDTH, generator=generator).to(device).requires_grad_()
+    documents = ops.Documents(torch.tensor([0, 13, 19], dtype=torch.int32))
+    angles = torch.cat([torch.arange(13), torch.arange(6)])[:, None] * 0.3 ** torch.arange(HEAD // 4)
+    tables = RopeTables(angles.cos().to(device), angles.sin().to(device), "NEOX")
+    half = replace(
+        block.fused().attention,
+        qkv=(q_and_gate, block.attn_k, block.attn_v),
+        head_norms=(norms[0], norms[1]),
+        is_gated=True,
+    )
+    y = block.attn_norm(x)
+    q, gate = q_and_gate(y).view(-1, HEADS, 2, HEAD).unbind(2)
+    k, v = (linear(y).unflatten(1, (-1, HEAD)) for linear in (block.attn_k, block.attn_v))
+    q, k = (ops.rope(norm(heads.contiguous()), tables) for norm, heads in zip(norms, (q, k), strict=True))
+    o = masked_attention(q, k, v, documents, softmax_scale=HEAD**-0.5, mask=Mask())
+    wanted = x + block.attn_output((o * gate.sigmoid()).flatten(1))
+    found = half(x, tables, documents, kept)
+    factor = torch.randn(19, WIDTH, generator=generator).to(device)
+    parameters = [x, *(parameter for linear in half.linears for parameter in linear.parameters())]
+    results = [(one, *torch.autograd.grad((one * factor).sum(), parameters)) for one in (found, wanted)]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))
 
 
 def test_kept_gate_and_up_serve_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

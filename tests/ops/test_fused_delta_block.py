@@ -15,28 +15,32 @@ from pyggtrain.kernels.reference.gated_rms_norm import gated_rms_norm_forward
 from pyggtrain import ops
 from pyggtrain.ops.fused import DeltaBlock, Kept, LinearGroup, Pair, delta_block
 
-WIDTH, KEY_HEADS, HEADS, KEY, VALUE, TAPS, EPS = 48, 1, 2, 16, 32, 4, 1e-5
-CHANNELS, VALUES = 2 * KEY_HEADS * KEY + HEADS * VALUE, HEADS * VALUE
-ROWS = (CHANNELS, VALUES, HEADS, HEADS, WIDTH)
-COLUMNS = (WIDTH,) * 4 + (VALUES,)
+WIDTH, KEY, VALUE, TAPS, EPS = 48, 16, 32, 4, 1e-5
 
 
-def make(device: torch.device, kinds: str) -> tuple[DeltaBlock, list[torch.Tensor], list[Pair]]:
-    """The block, its five weights, and a pair for each that `kinds` has an x for."""
+def make(
+    device: torch.device, kinds: str, *, is_grouped: bool = False
+) -> tuple[DeltaBlock, list[torch.Tensor], list[Pair]]:
+    """The block, its five weights (four if grouped), and a pair for each that `kinds` has an x for."""
+    key_heads, heads = (2, 4) if is_grouped else (1, 2)
+    channels, values = 2 * key_heads * KEY + heads * VALUE, heads * VALUE
+    gate_rows = (2 * heads,) if is_grouped else (heads, heads)
+    all_rows = (channels, values, *gate_rows, WIDTH)
+    all_columns = (WIDTH,) * (len(all_rows) - 1) + (values,)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    weights = [normal(rows, columns) / columns**0.5 for rows, columns in zip(ROWS, COLUMNS, strict=True)]
+    weights = [normal(rows, columns) / columns**0.5 for rows, columns in zip(all_rows, all_columns, strict=True)]
     scales = (0.5, 1.5, 2.0, 1.0, 0.7)
 
     def group(*indices: int) -> LinearGroup:
         return LinearGroup(
             tuple(weights[index].view(torch.uint8) for index in indices),
             ("F32",) * len(indices),
-            tuple(ROWS[index] for index in indices),
-            COLUMNS[indices[0]],
+            tuple(all_rows[index] for index in indices),
+            all_columns[indices[0]],
             tuple(scales[index] for index in indices),
         )
 
@@ -44,21 +48,22 @@ def make(device: torch.device, kinds: str) -> tuple[DeltaBlock, list[torch.Tenso
         norm_weight=1 + 0.2 * normal(WIDTH),
         eps=EPS,
         qkv_z=group(0, 1),
-        alpha_beta=group(2, 3),
-        output=group(4),
-        conv_weight=normal(CHANNELS, TAPS) / 2,
-        a=-normal(HEADS).abs(),
-        dt=normal(HEADS),
+        alpha_beta=group(*range(2, len(all_rows) - 1)),
+        output=group(len(all_rows) - 1),
+        conv_weight=normal(channels, TAPS) / 2,
+        a=-normal(heads).abs(),
+        dt=normal(heads),
         head_norm_weight=1 + 0.2 * normal(VALUE),
-        num_key_heads=KEY_HEADS,
-        num_heads=HEADS,
+        num_key_heads=key_heads,
+        num_heads=heads,
         key_size=KEY,
         value_size=VALUE,
+        is_grouped=is_grouped,
     )
     pairs: list[Pair] = []
     for index, kind in enumerate(kinds):
         rank = 2 + index
-        pair = (normal(rank, COLUMNS[index]) / 7, normal(ROWS[index], rank) / 3)
+        pair = (normal(rank, all_columns[index]) / 7, normal(all_rows[index], rank) / 3)
         pairs.append((pair[0].requires_grad_(), pair[1].requires_grad_()) if kind == "x" else None)
     return block, weights, pairs
 
@@ -76,28 +81,42 @@ def exact(
     def rms_norm(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return y * (y.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
 
+    num_key_heads, num_heads = block.num_key_heads, block.num_heads
     y = rms_norm(x, block.norm_weight)
     mixed = causal_conv1d_forward(
-        linear(0, y), block.conv_weight, bounds, has_silu=True, num_normed=2 * KEY_HEADS, head_size=KEY, eps=EPS
+        linear(0, y), block.conv_weight, bounds, has_silu=True, num_normed=2 * num_key_heads, head_size=KEY, eps=EPS
     )
-    q, k, v = mixed.split((KEY_HEADS * KEY, KEY_HEADS * KEY, VALUES), 1)
+    q, k, v = mixed.split((num_key_heads * KEY, num_key_heads * KEY, num_heads * VALUE), 1)
+    q, k = (part.unflatten(1, (num_key_heads, KEY)) for part in (q, k))
+    if block.is_grouped:
+        num_neighbours = num_heads // num_key_heads
+        q, k = (part.repeat_interleave(num_neighbours, 1) for part in (q, k))
+        b, alpha = (part.flatten(1) for part in linear(2, y).view(-1, num_key_heads, 2, num_neighbours).unbind(2))
+    else:
+        alpha, b = linear(2, y), linear(3, y)
     o = gated_delta_rule_forward(
-        q.unflatten(1, (KEY_HEADS, KEY)),
-        k.unflatten(1, (KEY_HEADS, KEY)),
-        v.unflatten(1, (HEADS, VALUE)),
-        block.a.double() * F.softplus(linear(2, y) + block.dt.double()),
-        linear(3, y).sigmoid(),
+        q,
+        k,
+        v.unflatten(1, (num_heads, VALUE)),
+        block.a.double() * F.softplus(alpha + block.dt.double()),
+        b.sigmoid(),
         bounds,
         scale=KEY**-0.5,
     )
-    z = linear(1, y).unflatten(1, (HEADS, VALUE))
-    return x + linear(4, gated_rms_norm_forward(o, z, block.head_norm_weight, eps=EPS).flatten(1))
+    z = linear(1, y).unflatten(1, (num_heads, VALUE))
+    return x + linear(len(weights) - 1, gated_rms_norm_forward(o, z, block.head_norm_weight, eps=EPS).flatten(1))
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "made again"])
-@pytest.mark.parametrize("kinds", ["xxxxx", "x..x.", "....."], ids=["all pairs", "some pairs", "no pairs"])
-def test_values_and_gradients_are_those_of_single_operations(device: torch.device, kinds: str, keeps: bool) -> None:
-    block, weights, pairs = make(device, kinds)
+@pytest.mark.parametrize(
+    ("kinds", "is_grouped"),
+    [("xxxxx", False), ("x..x.", False), (".....", False), ("x.xx", True)],
+    ids=["all pairs", "some pairs", "no pairs", "grouped heads, some pairs"],
+)
+def test_values_and_gradients_are_those_of_single_operations(
+    device: torch.device, kinds: str, is_grouped: bool, keeps: bool
+) -> None:
+    block, weights, pairs = make(device, kinds, is_grouped=is_grouped)
     bounds = [0, 5, 6, 76]
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(bounds[-1], WIDTH, generator=generator).to(device) for _ in range(2))
@@ -112,6 +131,24 @@ def test_values_and_gradients_are_those_of_single_operations(device: torch.devic
         cosine = F.cosine_similarity(one.double().flatten(), other.double().flatten(), dim=0)
         assert cosine >= 0.99999
         torch.testing.assert_close(one, other.float(), rtol=1e-3, atol=2e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["tiled", "grouped"])
+def test_half_precision_points_the_same_way(device: torch.device, is_grouped: bool) -> None:
+    # In float16, which the interpreter computes with too.
+    block, weights, pairs = make(device, "xxxx" if is_grouped else "xxxxx", is_grouped=is_grouped)
+    bounds = [0, 3, 12]
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(bounds[-1], WIDTH, generator=generator).to(device, torch.float16) for _ in range(2))
+    x.requires_grad_()
+    parameters = [x, *(half for pair in pairs if pair is not None for half in pair)]
+    y = delta_block(x, block, ops.Documents(torch.tensor(bounds, dtype=torch.int32)), pairs, kept=Kept())
+    wanted = exact(x.double(), block, weights, pairs, bounds)
+    found = (y, *torch.autograd.grad(y, parameters, dy))
+    right = (wanted, *torch.autograd.grad(wanted, parameters, dy.double()))
+    for one, other, like in zip(found, right, [x, *parameters], strict=True):
+        assert one.dtype == like.dtype
+        assert F.cosine_similarity(one.double().flatten(), other.double().flatten(), dim=0) >= 0.9999
 
 
 def test_packed_documents_are_as_good_as_separate_ones(device: torch.device) -> None:

@@ -8,6 +8,11 @@ Kept by forward: x, and if so told rotated q k v and attention's output. Backwar
 
 Some models norm each head of q and k before they turn it. Then q k v are kept as the product gave them: norm and
 rotation are passes over memory, and backward makes them again, since the norm's gradient wants what went into it.
+
+Of these some also gate attention's output o (Qiu et al. 2025), from rows of W_q behind each head's own. Gates g lie
+among what the product gave, so they are kept with it:
+
+    result = x + W_o h,  h = o ∘ sigmoid(g)        d_o = d_h ∘ sigmoid(g)        d_g = d_h ∘ o ∘ sigmoid'(g)
 """
 
 from collections.abc import Sequence
@@ -35,6 +40,7 @@ class AttentionBlock:
         softmax_scale: multiplies q·k.
         head_norms: float32 [K] weights of the norms of q's and of k's heads, or None. head_eps: of both.
         variant: what is not plain in attention.
+        is_gated: in W_q the K rows of each head are followed by K of its gate, with norms of heads only.
     """
 
     norm_weight: torch.Tensor
@@ -50,10 +56,18 @@ class AttentionBlock:
     head_norms: tuple[torch.Tensor, torch.Tensor] | None = None
     head_eps: float = 0.0
     variant: Variant = PLAIN
+    is_gated: bool = False
 
     @property
     def head_counts(self) -> tuple[int, int, int]:
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
+
+    def heads(self, qkv: torch.Tensor) -> list[torch.Tensor]:
+        """q, k, v and, if there are any, gates in what W_qkv gives: [T, heads, K] each."""
+        if not self.is_gated:
+            return heads_of(qkv, self.head_counts, self.head_width)
+        both, k, v = heads_of(qkv, (2 * self.num_heads, *self.head_counts[1:]), self.head_width)
+        return [both[:, ::2], k, v, both[:, 1::2]]
 
 
 class _Norms(NamedTuple):
@@ -94,7 +108,9 @@ class _Run:
         return made
 
     def product(self, buffer: torch.Tensor, weight: ExtendedWeight) -> torch.Tensor:
-        """What is kept of q, k, v [T, (H + 2 N) K]: after rotation, or before the norms of heads."""
+        """What is kept of q, k, v (and gates), [T, (H + 2 N) K] and H K more of gates: after rotation, or before the
+        norms of heads.
+        """
         block = self.block
         qkv = weight.forward(buffer)
         if block.bias is not None:
@@ -109,7 +125,7 @@ class _Run:
         from pyggtrain.kernels.rms_norm import rms_norm_forward
 
         block = self.block
-        q, k, v = heads_of(qkv, block.head_counts, block.head_width)
+        q, k, v = block.heads(qkv)[:3]
         if block.head_norms is None:
             return _Heads(q, k, v)
         before_q, before_k = (x.reshape(-1, block.head_width) for x in (q, k))
@@ -147,9 +163,28 @@ class _Run:
             if norms is not None and head_norms is not None:
                 flat = gradient.view(-1, self.block.head_width)
                 rms_norm_backward(flat, norms.before[index], head_norms[index], norms.inverse_rms[index], out=flat)
-            if gradient is not place:
+            if self.block.is_gated:
+                # Gates lie between the heads of q.
+                place.copy_(gradient)
+            elif gradient is not place:
                 copy_columns_(place.flatten(1), gradient.flatten(1))
         copy_columns_(places[2].flatten(1), gradients[2].flatten(1))
+
+    def gated(self, o: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """h [T, H K] from attention's output o [T, H, K] and what `product` gave."""
+        if self.block.is_gated:
+            o = o * self.block.heads(qkv)[3].sigmoid()
+        return o.flatten(1)
+
+    def gate_backward(
+        self, d_h: torch.Tensor, o: torch.Tensor, qkv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """d_o [T, H, K] from d_h [T, H K], and d_g, None without gates."""
+        d_h = d_h.view(o.shape)
+        if not self.block.is_gated:
+            return d_h, None
+        opening = self.block.heads(qkv)[3].sigmoid()
+        return d_h * opening, torch.ops.aten.sigmoid_backward(d_h * o, opening)
 
     def attention(self, heads: _Heads) -> tuple[torch.Tensor, tuple[Any, ...]]:
         block = self.block
@@ -166,7 +201,7 @@ class _AttentionFunction(torch.autograd.Function):
         qkv = run.product(buffer, weight)
         del buffer, weight
         o_THK, kept = run.attention(run.heads(qkv))
-        o = o_THK.flatten(1)
+        o = run.gated(o_THK, qkv)
         weight = run.weight("output", pairs[-1:], x.dtype)
         num_rows, width = weight.group.num_rows, weight.group.num_columns
         y = weight.add_forward(x, o)
@@ -214,18 +249,19 @@ class _AttentionFunction(torch.autograd.Function):
         output_gradients: list[torch.Tensor | None] = [None, None]
         if weight.padding:
             dy_b = dy @ weight.values[:num_rows, width:]
-            d_o = dy_b @ weight.values[num_rows:, :width]
-            weight.add_backward_(d_o, dy)
+            d_h = dy_b @ weight.values[num_rows:, :width]
+            weight.add_backward_(d_h, dy)
             rank = weight.num_ranks
             output_gradients = [
-                mm_float32(dy_b[:, :rank].t(), o_THK.flatten(1)).mul_(block.output.scales[0]),
+                mm_float32(dy_b[:, :rank].t(), run.gated(o_THK, qkv)).mul_(block.output.scales[0]),
                 mm_float32(dy.t(), low_rank_o[:, :rank]),
             ]
         else:
-            d_o = weight.backward(dy)
+            d_h = weight.backward(dy)
         del weight
+        d_o, d_gate = run.gate_backward(d_h, o_THK, qkv)
         gradients = gpu_attention_backward(
-            d_o.view(num_tokens, block.num_heads, -1),
+            d_o,
             heads.q,
             heads.k,
             heads.v,
@@ -236,12 +272,15 @@ class _AttentionFunction(torch.autograd.Function):
             block.variant,
         )
         norms = heads.norms
-        del heads, qkv, o_THK, d_o, kept, saved
+        del heads, qkv, o_THK, d_h, d_o, kept, saved
 
         weight = run.weight("qkv", pairs[:-1], x.dtype)
         d_qkv = weight.output_buffer(num_tokens)
-        run.heads_backward(gradients, norms, heads_of(d_qkv, block.head_counts, block.head_width))
-        del gradients, norms
+        places = block.heads(d_qkv)
+        run.heads_backward(gradients, norms, places)
+        if d_gate is not None:
+            places[3].copy_(d_gate)
+        del gradients, norms, d_gate
         buffer, inverse_rms = weight.normed(x, block.norm_weight, eps=block.eps)
         d_normed = weight.backward(d_qkv)
         qkv_gradients = weight.pair_gradients(d_qkv, buffer[:, :d_model], low_rank_qkv)
@@ -259,7 +298,7 @@ def attention_block(
     *,
     kept: Kept,
 ) -> torch.Tensor:
-    """x + W_o attention(rope(W_q y), rope(W_k y), W_v y), y = norm(x).
+    """x + W_o attention(rope(W_q y), rope(W_k y), W_v y), y = norm(x), and what else `block` has.
 
     Args:
         x_TD: [T, D], contiguous.
@@ -272,6 +311,7 @@ def attention_block(
     Returns:
         [T, D].
     """
+    assert block.head_norms is not None or not block.is_gated, "gates, but no norms of heads"
     lora = [item for pair in pairs for item in (pair or (None, None))]
     run = _Run(block, tables, documents, kept)
     y_TD: torch.Tensor = _AttentionFunction.apply(x_TD, run, *lora)  # type: ignore[no-untyped-call]

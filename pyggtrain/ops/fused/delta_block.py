@@ -33,12 +33,15 @@ class DeltaBlock:
     Attributes:
         norm_weight: float32 [D]. eps: of all norms.
         qkv_z: W_qkv (q, k, v: C rows) and W_z (G V rows).
-        alpha_beta: W_alpha and W_beta, G rows each.
+        alpha_beta: W_alpha and W_beta, G rows each; grouped, one linear that gives for each key head first beta and
+            then alpha of its value heads.
         output: W_o, one linear.
         conv_weight: float32 [C, W].
         a, dt: float32 [G].
         head_norm_weight: float32 [V].
         num_key_heads, num_heads, key_size, value_size: N, G, K, V.
+        is_grouped: value heads that read one key head lie side by side (qwen3next); else value head h reads key head
+            h mod N.
     """
 
     norm_weight: torch.Tensor
@@ -54,6 +57,7 @@ class DeltaBlock:
     num_heads: int
     key_size: int
     value_size: int
+    is_grouped: bool = False
 
     @property
     def num_channels(self) -> int:
@@ -84,6 +88,17 @@ class DeltaBlock:
         """G V columns as [T, G, V]."""
         return x.view(-1, self.num_heads, self.value_size)
 
+    def by_key_head(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, G, ..] of grouped heads as [T, N, G / N, ..]."""
+        return x.view(x.shape[0], self.num_key_heads, -1, *x.shape[2:])
+
+    def gates(self, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """alpha and b of the first 2 G columns of what W_alpha and W_beta give: [T, G], grouped [T, N, G / N]."""
+        if not self.is_grouped:
+            return products[:, : self.num_heads], products[:, self.num_heads : 2 * self.num_heads]
+        b, alpha = products[:, : 2 * self.num_heads].view(products.shape[0], self.num_key_heads, 2, -1).unbind(2)
+        return alpha, b
+
 
 @dataclass(eq=False)
 class _Run:
@@ -107,12 +122,42 @@ class _Run:
             qkv_z[:, : block.num_channels], block.conv_weight, first_token, **block.conv_options
         )
 
+    def heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v as the delta rule reads them: it takes key head h mod N for value head h, so grouped heads get one
+        of their own.
+        """
+        q, k, v = self.block.heads(mixed)
+        if self.block.is_grouped:
+            num_values = self.block.num_heads // self.block.num_key_heads
+            q, k = (x.repeat_interleave(num_values, 1) for x in (q, k))
+        return q, k, v
+
     def delta_rule(self, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
         """Its output, [T, G, V]."""
         from pyggtrain.kernels.gated_delta_rule.forward import gated_delta_rule_forward
 
         chunks = self.documents.chunks(mixed.device)
-        return gated_delta_rule_forward(*self.block.heads(mixed), log_decay, beta, chunks, scale=self.scale)[0]
+        return gated_delta_rule_forward(*self.heads(mixed), log_decay, beta, chunks, scale=self.scale)[0]
+
+    def delta_rule_backward(
+        self, d_o: torch.Tensor, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of mixed, log_decay and beta."""
+        from pyggtrain.kernels.gated_delta_rule.backward import gated_delta_rule_backward
+
+        block = self.block
+        d_mixed = torch.empty_like(mixed)
+        q, k, v = self.heads(mixed)
+        places = block.heads(d_mixed)
+        out = (torch.empty_like(q), torch.empty_like(k), places[2]) if block.is_grouped else places
+        chunks = self.documents.chunks(mixed.device)
+        *_, d_decay, d_beta = gated_delta_rule_backward(
+            d_o, q, k, v, log_decay, beta, chunks, scale=self.scale, out=out
+        )
+        if block.is_grouped:
+            for place, gradient in zip(places[:2], out[:2], strict=True):
+                torch.sum(block.by_key_head(gradient), 2, out=place)
+        return d_mixed, d_decay, d_beta
 
 
 def _gate_products(normed: torch.Tensor, weight: ExtendedWeight) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,19 +179,21 @@ class _DeltaFunction(torch.autograd.Function):
         from pyggtrain.kernels.gated_rms_norm import gated_rms_norm_forward
 
         block, pairs = run.block, pairs_of(lora)
-        d_model, num_heads = x.shape[1], block.num_heads
+        d_model = x.shape[1]
         weight = ExtendedWeight(block.qkv_z, pairs[:2], x.dtype)
         buffer, _ = weight.normed(x, block.norm_weight, eps=block.eps)
         low_rank_in = weight.fill_low_rank(buffer)
         qkv_z = weight.forward(buffer)
-        gates = ExtendedWeight(block.alpha_beta, pairs[2:4], x.dtype)
+        gates = ExtendedWeight(block.alpha_beta, pairs[2:-1], x.dtype)
         products, low_rank_gates = _gate_products(buffer[:, :d_model], gates)
         del buffer, weight, gates
-        alpha = products[:, :num_heads]
-        log_decay, beta = delta_gates_forward(alpha, products[:, num_heads:], block.a, block.dt)
+        alpha, b = block.gates(products)
+        if block.is_grouped:
+            alpha, b = (part.flatten(1).contiguous() for part in (alpha, b))
+        log_decay, beta = delta_gates_forward(alpha, b, block.a, block.dt)
         o = run.delta_rule(run.mixed(qkv_z), log_decay, beta)
 
-        weight = ExtendedWeight(block.output, pairs[4:], x.dtype)
+        weight = ExtendedWeight(block.output, pairs[-1:], x.dtype)
         normed = weight.input_buffer(x.shape[0])
         z = block.values(qkv_z[:, block.num_channels :])
         place = block.values(normed[:, : block.num_values])
@@ -163,7 +210,6 @@ class _DeltaFunction(torch.autograd.Function):
         from pyggtrain.kernels.causal_conv1d import causal_conv1d_backward
         from pyggtrain.kernels.columns import copy_columns_
         from pyggtrain.kernels.delta_gates import delta_gates_backward
-        from pyggtrain.kernels.gated_delta_rule.backward import gated_delta_rule_backward
         from pyggtrain.kernels.gated_rms_norm import gated_rms_norm_backward, gated_rms_norm_forward
         from pyggtrain.kernels.lora import mm_float32
         from pyggtrain.kernels.rms_norm import rms_norm_backward
@@ -186,7 +232,7 @@ class _DeltaFunction(torch.autograd.Function):
             o = run.delta_rule(mixed, log_decay, beta)
         z = block.values(qkv_z[:, block.num_channels :])
 
-        weight = ExtendedWeight(block.output, pairs[4:], x.dtype)
+        weight = ExtendedWeight(block.output, pairs[-1:], x.dtype)
         num_rows, width = weight.group.num_rows, weight.group.num_columns
         output_gradients: list[torch.Tensor | None] = [None, None]
         if weight.padding:
@@ -209,16 +255,7 @@ class _DeltaFunction(torch.autograd.Function):
         d_o = block.values(d_h)
         gated_rms_norm_backward(d_o, o, z, block.head_norm_weight, eps=block.eps, do=d_o, dz=dz)
         del o
-        d_mixed = torch.empty_like(mixed)
-        *_, d_decay, d_beta = gated_delta_rule_backward(
-            d_o,
-            *block.heads(mixed),
-            log_decay,
-            beta,
-            run.documents.chunks(x.device),
-            scale=run.scale,
-            out=block.heads(d_mixed),
-        )
+        d_mixed, d_decay, d_beta = run.delta_rule_backward(d_o, mixed, log_decay, beta)
         del d_h, d_o, mixed
         causal_conv1d_backward(
             d_mixed,
@@ -235,10 +272,14 @@ class _DeltaFunction(torch.autograd.Function):
         d_normed = weight.backward(d_qkv_z)
         in_gradients = weight.pair_gradients(d_qkv_z, buffer[:, :d_model], low_rank_in)
         del d_qkv_z
-        weight = ExtendedWeight(block.alpha_beta, pairs[2:4], x.dtype)
+        weight = ExtendedWeight(block.alpha_beta, pairs[2:-1], x.dtype)
         d_products = weight.output_buffer(num_tokens)
-        d_alpha, d_b = d_products[:, :num_heads], d_products[:, num_heads : 2 * num_heads]
+        places = block.gates(d_products)
+        d_alpha, d_b = (x.new_empty(num_tokens, num_heads) for _ in range(2)) if block.is_grouped else places
         delta_gates_backward(d_decay, d_beta, alpha, beta, block.a, block.dt, d_alpha=d_alpha, d_b=d_b)
+        if block.is_grouped:
+            for place, gradient in zip(places, (d_alpha, d_b), strict=True):
+                place.copy_(block.by_key_head(gradient))
         d_normed += weight.backward(d_products)
         gate_gradients = weight.pair_gradients(d_products, buffer[:, :d_model], low_rank_gates)
         dx = rms_norm_backward(d_normed, x, block.norm_weight, inverse_rms, d_residual=dy, out=d_normed)
@@ -254,7 +295,7 @@ def delta_block(
         x_TD: [T, D], contiguous.
         block: the frozen part.
         documents: bounds of the documents; each begins with an empty history and state.
-        pairs: of W_qkv, W_z, W_alpha, W_beta and W_o.
+        pairs: of W_qkv, W_z, each linear of `block.alpha_beta`, and W_o.
         kept: what backward need not compute again: with `attention`, what W_qkv and W_z give and the delta rule's
             output. The rest of it does not matter here.
 

@@ -8,8 +8,8 @@ class Kept:
     """What a layer keeps besides the inputs of its two halves. For T tokens, in numbers of x's dtype:
 
     Attributes:
-        attention: q, k, v after rotation and attention's output, T (2 H + 2 N) K. Else qkv and attention are computed
-            again.
+        attention: q, k, v after rotation and attention's output, T (2 H + 2 N) K, or what the first half of a gated
+            delta net has in their place (`delta_block`). Else they are computed again.
         gate_up: gate and up, 2 T F. Else computed again.
         weights: the layer's weights, decoded. Else they are decoded again.
         on_host: all that is kept (the halves' inputs too, gate_up and weights not) waits in pinned host memory.
