@@ -30,6 +30,8 @@ def test_a_run_imports_no_compiler_and_reads_the_header_while_torch_is_imported(
     data.write_text(json.dumps({"messages": turns}) + "\n")
     command = ["train", smollm2_path, data, "-o", tmp_path / "adapter.gguf", "--max-steps", "2", "--no-verify"]
     settings = ["--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "1", "--r", "2"]
+    # Two threads that wait for each other on a busy machine take ten times as long.
+    settings += ["--num-threads", "1"]
     done = subprocess.run([sys.executable, "-c", CHILD, *command, *settings], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"code": 0, "begun": [False], "unwanted": []}
