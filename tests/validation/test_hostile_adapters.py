@@ -171,7 +171,7 @@ def test_the_bridge_refuses_all_of_them_and_goes_on(hostile: dict[str, Path], ba
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", DEADLY)
+@pytest.mark.parametrize("label", ["one pair for all experts", "tied embedding", "alpha is a whole number"])
 def test_a_llama_server_dies_of_it(
     label: str,
     hostile: dict[str, Path],
