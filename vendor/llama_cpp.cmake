@@ -104,7 +104,10 @@ endif()
 # The options file counts by content, not by the place of this checkout.
 set(_keyed_options ${_options})
 list(FILTER _keyed_options EXCLUDE REGEX "_INCLUDE=")
-string(SHA256 _key "${_source_dir};${CMAKE_C_COMPILER};${CMAKE_C_COMPILER_VERSION};${CMAKE_CXX_COMPILER};${CMAKE_CXX_COMPILER_VERSION};$ENV{CFLAGS};$ENV{CXXFLAGS};${_keyed_options};${_ggml_base_options};${_processor};${_processor_flags}")
+# pip's build says gcc where CMake alone says cc: one compiler under two names.
+file(REAL_PATH "${CMAKE_C_COMPILER}" _c_compiler)
+file(REAL_PATH "${CMAKE_CXX_COMPILER}" _cxx_compiler)
+string(SHA256 _key "${_source_dir};${_c_compiler};${CMAKE_C_COMPILER_VERSION};${_cxx_compiler};${CMAKE_CXX_COMPILER_VERSION};$ENV{CFLAGS};$ENV{CXXFLAGS};${_keyed_options};${_ggml_base_options};${_processor};${_processor_flags}")
 string(SUBSTRING "${_key}" 0 12 _key)
 set(_build_dir "${_version_dir}/build-${_key}")
 
