@@ -1,12 +1,15 @@
 """The command line. Each command is a module with `run(arguments) -> exit code`, imported when it is asked for."""
 
+import atexit
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from typing import NoReturn
 
 COMMANDS = {
     "train": "train a LoRA adapter on a GGUF file",
@@ -48,7 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         sys.stderr.write(f"pyggtrain: no command '{name}'; there are {', '.join(COMMANDS)}\n")
         return 2
-    return _guarded(name, rest)
+    exit_code = _guarded(name, rest)
+    if argv is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _end_process(exit_code)
+    return exit_code
+
+
+def _end_process(exit_code: int) -> NoReturn:
+    """End one of torchrun's processes without taking Python apart.
+
+    Gloo's threads may hold Python objects of pipelines still; a thread that asks for the interpreter while that shuts
+    down is ended in the middle of C++, and takes the process with it ("terminate called without an active exception").
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _guarded(name: str, arguments: list[str]) -> int:
