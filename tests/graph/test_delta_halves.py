@@ -2,7 +2,6 @@
 stand for.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,18 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from delta_models import TINY, Tiny, batch_of, write_delta
+from dense_models import assert_equal, halves_in, loaded, trained
 from on_gpu import compare as compare_with_cpu
-from torch import nn
 
 from pyggtrain.adapters.lora import LoraConfig, attach
-from pyggtrain.gguf import GGUFFile
-from pyggtrain.graph import model as graph_model
-from pyggtrain.graph.half import Half
-from pyggtrain.graph.halves import find_halves
-from pyggtrain.graph.importer import import_steps
 from pyggtrain.graph.ir import Graph
-from pyggtrain.graph.model import ImportedModel, training_graph
-from pyggtrain.graph.weights import Weights
+from pyggtrain.graph.model import ImportedModel
 from pyggtrain.nn import AttentionHalf, DeltaHalf, ExpertHalf, FeedForwardHalf
 from pyggtrain.ops.fused import Kept
 
@@ -45,42 +38,20 @@ def _halves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
 
 
-def imported(path: Path, *, fused: bool = True) -> ImportedModel:
-    """A file's model, as on a GPU or with single operations alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_model, "can_run_fused", lambda dtype, device: True)
-        if not fused:
-            for finder in ("find_halves", "find_mixtures"):
-                patch.setattr(graph_model, finder, lambda graph, weights: [])
-        return ImportedModel(GGUFFile.open(path))
-
-
-def halves_in(model: ImportedModel, kind: type) -> int:
+def num_halves(model: ImportedModel, kind: type) -> int:
     """Halves of layers of a kind."""
     halves = [half for layer in model.layers for half in layer.halves]  # type: ignore[union-attr]
     return sum(half is not None and isinstance(half.modules, kind) for half in halves)
 
 
-def loss_and_gradients(model: ImportedModel, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """The loss on documents, and the gradients of pairs on all linears."""
-    adapter = attach(model, LoraConfig(r=2, lora_alpha=3.0), seed=0)
-    generator = torch.Generator().manual_seed(1)
-    for pair in adapter.pairs.values():
-        pair.lora_b.data = torch.randn(pair.lora_b.shape, generator=generator) * 0.2
-    loss, _ = model.loss(batch_of(*lengths))
-    return [loss.detach(), *torch.autograd.grad(loss, adapter.parameters())]
-
-
 def compare(tiny: Tiny, lengths: tuple[int, ...], kept: list[Kept], folder: Path) -> None:
     """Loss and gradients of fused layers and of the graph."""
     path = write_delta(tiny, folder / "tiny.gguf")
-    model, plain = imported(path), imported(path, fused=False)
-    assert halves_in(model, DeltaHalf) == halves_in(model, AttentionHalf) == 1
-    assert not halves_in(plain, object)
-    model.kept = kept
-    found, wanted = (loss_and_gradients(one, lengths) for one in (model, plain))
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5 * float(other.abs().max()))
+    model, plain = loaded(path, "gpu"), loaded(path, None)
+    assert num_halves(model, DeltaHalf) == num_halves(model, AttentionHalf) == 1
+    assert not num_halves(plain, object)
+    batch = batch_of(*lengths)
+    assert_equal(trained(model, kept=kept, batch=batch), trained(plain, batch=batch))
 
 
 not_compiled = pytest.mark.skipif(
@@ -112,18 +83,9 @@ def test_a_gpu_gives_logits_and_gradients_of_the_cpu(
     assert found.is_small and found.num_halves == 2 * len(tiny.is_recurrent), found
 
 
-def halves_of(path: Path, change: Callable[[Graph], Graph] = lambda graph: graph) -> list[Half]:
-    """The halves of a file's graph, changed first."""
-    file = GGUFFile.open(path)
-    graph, reach = training_graph(file)
-    weights = Weights(nn.Module(), file, device="cpu", compute="auto")
-    import_steps(graph, reach, weights, compute="auto")
-    return find_halves(change(graph), weights)
-
-
 @pytest.mark.parametrize("tiny", TINY, ids=lambda tiny: tiny.id)
 def test_each_layer_has_the_half_of_its_kind(tiny: Tiny, tmp_path: Path) -> None:
-    halves = halves_of(write_delta(tiny, tmp_path / "tiny.gguf"))
+    halves = halves_in(write_delta(tiny, tmp_path / "tiny.gguf"))
     kinds = [type(half.modules) for half in halves]
     first = [DeltaHalf if is_recurrent else AttentionHalf for is_recurrent in tiny.is_recurrent]
     if tiny.architecture == "qwen35":
@@ -166,9 +128,9 @@ def changed(graph: Graph, inside: frozenset[int], kind: str, **fields: object) -
     ],
 )
 def test_another_function_is_no_delta_net(path: Path, op: str, fields: dict[str, object]) -> None:
-    delta, attention = halves_of(path)
+    delta, attention = halves_in(path)
     assert isinstance(delta.modules, DeltaHalf)
-    left = halves_of(path, lambda graph: changed(graph, delta.nodes, op, **fields))
+    left = halves_in(path, lambda graph: changed(graph, delta.nodes, op, **fields))
     assert [half.result for half in left] == [attention.result]
 
 
@@ -176,8 +138,8 @@ def test_another_function_is_no_delta_net(path: Path, op: str, fields: dict[str,
     ("op", "fields"), [("UNARY.SIGMOID", {"op": "UNARY.TANH"}), ("CONT", {"op": "RESHAPE"}), ("MUL", {"op": "ADD"})]
 )
 def test_another_gate_is_no_gated_attention(path: Path, op: str, fields: dict[str, object]) -> None:
-    delta, attention = halves_of(path)
-    left = halves_of(path, lambda graph: changed(graph, attention.nodes, op, **fields))
+    delta, attention = halves_in(path)
+    left = halves_in(path, lambda graph: changed(graph, attention.nodes, op, **fields))
     assert [half.result for half in left] == [delta.result]
 
 
@@ -187,20 +149,20 @@ def test_another_reader_is_no_half(path: Path) -> None:
         last = graph.nodes[-1]
         return replace(graph, nodes=(*graph.nodes[:-1], replace(last, sources=(*last.sources, inside))))
 
-    delta, attention = halves_of(path)
-    assert [half.result for half in halves_of(path, other_reader)] == [attention.result]
+    delta, attention = halves_in(path)
+    assert [half.result for half in halves_in(path, other_reader)] == [attention.result]
 
 
 def test_documents_run_together_and_memory_is_measured(path: Path) -> None:
-    model = imported(path)
-    assert [halves_in(model, kind) for kind in (DeltaHalf, AttentionHalf, ExpertHalf)] == [1, 1, 2]
+    model = loaded(path, "gpu")
+    assert [num_halves(model, kind) for kind in (DeltaHalf, AttentionHalf, ExpertHalf)] == [1, 1, 2]
     assert not model.takes_one_document
     # No formula knows these layers, and what is launched depends on the bounds of documents.
     assert not model.is_fused and not model.can_capture
 
 
 def test_dropout_in_a_pair_and_heads_that_no_kernel_takes_leave_the_fused_way(path: Path) -> None:
-    model = imported(path)
+    model = loaded(path, "gpu")
     half = model.layers[0].halves[0].modules  # type: ignore[union-attr]
     assert isinstance(half, DeltaHalf) and half.can_fuse(torch.float32, torch.device("cpu"))
     assert not replace(half, head_size=24).can_fuse(torch.float32, torch.device("cpu"))

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_models import BIASES, DENSE, LAYERS, assert_equal, loaded, trained, write_dense, write_two_layers
-from torch import nn
+from dense_models import BIASES, DENSE, LAYERS, assert_equal, halves_in, loaded, trained, write_dense, write_two_layers
 
 from pyggtrain.adapters.lora import LoraConfig, attach
-from pyggtrain.gguf import GGUFFile
-from pyggtrain.graph.halves import Half, find_halves
-from pyggtrain.graph.importer import import_steps
+from pyggtrain.graph.halves import Half
 from pyggtrain.graph.ir import Graph
-from pyggtrain.graph.model import ImportedModel, training_graph
-from pyggtrain.graph.weights import Weights
+from pyggtrain.graph.model import ImportedModel
 from pyggtrain.nn import POLICIES, AttentionHalf, FeedForwardHalf
 from pyggtrain.ops.fused import Kept, cpu_attention_block, cpu_feed_forward
 
@@ -80,15 +76,6 @@ def test_dropout_runs_through_single_operations_on_a_cpu(path: Path) -> None:
     assert_equal(trained(model, policy="layers", dropout=0.5), trained(plain, dropout=0.5))
 
 
-def halves_of(path: Path, change: Callable[[Graph], Graph] = lambda graph: graph) -> list[Half]:
-    """The halves of a file's graph, changed first."""
-    file = GGUFFile.open(path)
-    graph, reach = training_graph(file)
-    weights = Weights(nn.Module(), file, device="cpu", compute="auto")
-    import_steps(graph, reach, weights, compute="auto")
-    return find_halves(change(graph), weights)
-
-
 def changed(graph: Graph, place: int, **fields: object) -> Graph:
     nodes = list(graph.nodes)
     nodes[place] = replace(nodes[place], **fields)  # type: ignore[arg-type]
@@ -100,14 +87,14 @@ def of_kind(halves: list[Half], kind: type) -> list[Half]:
 
 
 def test_halves_are_in_the_order_of_the_layers_and_the_last_attention_takes_the_wanted_rows(path: Path) -> None:
-    halves = halves_of(path)
+    halves = halves_in(path)
     assert [type(half.modules) for half in halves] == [AttentionHalf, FeedForwardHalf] * 2
     assert [half.selects_rows for half in halves] == [False, False, True, False]
     assert all(one.result == other.sources[0] for one, other in pairwise(halves))
 
 
 def test_another_residual_another_function_or_another_reader_is_no_half(path: Path) -> None:
-    halves = halves_of(path)
+    halves = halves_in(path)
     attention, feed_forward = halves[:2]
 
     def other_residual(graph: Graph) -> Graph:
@@ -124,10 +111,10 @@ def test_another_residual_another_function_or_another_reader_is_no_half(path: Pa
         inside = max(feed_forward.nodes - {feed_forward.result})
         return changed(graph, len(graph.nodes) - 1, sources=(*graph.nodes[-1].sources, inside))
 
-    assert len(of_kind(halves_of(path, other_residual), AttentionHalf)) == 1
-    assert len(of_kind(halves_of(path, other_function), FeedForwardHalf)) == 1
-    assert len(of_kind(halves_of(path, other_reader), FeedForwardHalf)) == 1
-    assert len(halves_of(path, other_reader)) == 3
+    assert len(of_kind(halves_in(path, other_residual), AttentionHalf)) == 1
+    assert len(of_kind(halves_in(path, other_function), FeedForwardHalf)) == 1
+    assert len(of_kind(halves_in(path, other_reader), FeedForwardHalf)) == 1
+    assert len(halves_in(path, other_reader)) == 3
 
 
 @pytest.mark.usefixtures("_halves_of_a_gpu")

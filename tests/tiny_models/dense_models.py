@@ -2,16 +2,22 @@
 its models (a scale of its own for each matrix).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from pyggtrain.adapters.lora import LoraConfig, attach
 from pyggtrain.gguf import GGUFFile, QuantTensor, quantize_tensor, write_gguf
 from pyggtrain.graph import model as graph_model
-from pyggtrain.graph.model import ImportedModel
+from pyggtrain.graph.half import Half
+from pyggtrain.graph.halves import find_halves
+from pyggtrain.graph.importer import import_steps
+from pyggtrain.graph.ir import Graph
+from pyggtrain.graph.model import ImportedModel, training_graph
+from pyggtrain.graph.weights import Weights
 from pyggtrain.nn import Batch
 from pyggtrain.ops.fused import Kept
 
@@ -91,6 +97,15 @@ def write_two_layers(
         [tensor(name, shape) for name, shape in shapes.items()],
     )
     return path
+
+
+def halves_in(path: Path, change: Callable[[Graph], Graph] = lambda graph: graph) -> list[Half]:
+    """The halves of a file's graph, changed first."""
+    file = GGUFFile.open(path)
+    graph, reach = training_graph(file)
+    weights = Weights(nn.Module(), file, device="cpu", compute="auto")
+    import_steps(graph, reach, weights, compute="auto")
+    return find_halves(change(graph), weights)
 
 
 def loaded(path: Path, halves_of: str | None) -> ImportedModel:
