@@ -54,6 +54,7 @@ class Setting:
         head_parts: into how many parts the head is decoded.
         shape: of the model, or what makes it, for a number of layers.
         compute: how the base weights' products are computed, as in `TrainConfig`.
+        r: rank of every pair.
     """
 
     documents: int
@@ -63,6 +64,7 @@ class Setting:
     head_parts: int = 3
     shape: LlamaShape | Callable[..., ModelShape] = LLAMA_3_1_8B
     compute: str = "auto"
+    r: int = 16
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,8 +106,8 @@ SETTINGS = {
     "4x2048_24gib_fp16": Setting(4, 2048, 24, on_host_but(32, weights=6), compute="fp16"),
     "1x2048_70b": Setting(1, 2048, 40, on_host, shape=LLAMA_3_3_70B),
     "1x2048_moe": Setting(1, 2048, 130, all_kept, shape=qwen3moe_30b),
-    "1x2048_delta": Setting(1, 2048, 130, all_kept, shape=qwen35moe_35b),
-    "4x2048_delta": Setting(4, 2048, 130, all_kept, shape=qwen35moe_35b),
+    "1x2048_delta": Setting(1, 2048, 130, all_kept, shape=qwen35moe_35b, r=4),
+    "4x2048_delta": Setting(4, 2048, 130, all_kept, shape=qwen35moe_35b, r=4),
     "1x2048_mla": Setting(1, 2048, 130, all_kept, shape=deepseek2_lite),
     "1x2048_mamba2": Setting(1, 2048, 130, all_kept, shape=mamba2_7b),
     "1x2048_hybrid": Setting(1, 2048, 130, all_kept, shape=nemotron_h_8b),
@@ -197,7 +199,7 @@ def measure(name: str, path: str, *, layers: int | None, repeats: int, profile: 
     torch.cuda.set_per_process_memory_fraction(min(1.0, setting.max_gib * GIB / total), device)
     with tempfile.TemporaryDirectory() as folder:
         model, tensors = make_model(shape, path, device, Path(folder), setting)
-    adapter = attach(model, LoraConfig(r=16, lora_alpha=16), seed=0)
+    adapter = attach(model, LoraConfig(r=setting.r, lora_alpha=16), seed=0)
     model.train()
     model.kept = setting.kept(len(model.layers))
     model.checkpoint_policy = "layers"
@@ -239,6 +241,8 @@ def measure(name: str, path: str, *, layers: int | None, repeats: int, profile: 
         "is_fused": model.is_fused,
         "layers": len(model.layers),
         "compute": setting.compute,
+        "r": setting.r,
+        "trained_millions": round(sum(parameter.numel() for parameter in adapter.parameters()) / 1e6, 1),
         "tokens_per_step": num_tokens,
         "step_ms": round(seconds * 1e3, 1),
         "p20_ms": round(ordered[len(times) // 5] * 1e3, 1),
