@@ -87,9 +87,10 @@ class TrainConfig:
     neftune_noise_alpha: float = 0.0
     """Strength of the noise on token embeddings while training (NEFTune); 5 is usual with small data. 0: none."""
 
-    optim: Literal["adamw", "adamw_8bit", "muon", "schedule_free_adamw"] = "adamw"
+    optim: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "muon", "schedule_free_adamw"] = "adamw"
     """Optimiser. adamw_8bit keeps its moments in 8 bits (bitsandbytes), schedule_free_adamw needs no falling rate
-    (schedulefree): `pip install pyggtrain[optimizers]`. muon makes each factor's step orthogonal (torch 2.9 or
+    (schedulefree): `pip install pyggtrain[optimizers]`. paged_ ones keep gradients and moments in the host's memory
+    where a GPU computes, for adapters of all experts. muon makes each factor's step orthogonal (torch 2.9 or
     later)."""
     learning_rate: float = 2e-4
     """Highest learning rate. 2e-4 is the usual value for LoRA of rank 16 (TRL, Unsloth); full fine-tuning takes 10

@@ -19,6 +19,7 @@ from pyggtrain.ops.linear_cross_entropy import IGNORED, gpu_chunk
 from pyggtrain.training.config import TrainConfig, size_in_bytes
 from pyggtrain.training.memory import USABLE, MemoryPlan, free_memory_bytes, micro_batch_sizes, relative_time
 from pyggtrain.training.objectives import Document
+from pyggtrain.training.optimizers import device_bytes
 from pyggtrain.training.rehearse import ACTIVATIONS, ADAPTER, BASE, GRADIENTS, OPTIMISER
 
 _HALF = 2
@@ -26,8 +27,6 @@ _HALF = 2
 # Measured on an H200 with expandable segments: 0.05 to 0.3 GiB between allocated and reserved, 1.3 with decoded weights
 # of 31 layers kept (docs/performance.md).
 _SLACK = 1.01
-# What optimisers keep for each trained number.
-_OPTIMISER_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 4, "schedule_free_adamw": 8}
 # Time that not keeping gate and up, decoded weights, and what attention keeps costs, of a step that keeps all. The
 # first two estimated from the settings of docs/performance.md, the last from its share of the products; only the order
 # counts.
@@ -223,14 +222,14 @@ def plan_fused(
     assert free is not None
     limit = None if config.max_memory is None else size_in_bytes(config.max_memory)
     room = allocated + int(USABLE * free)
-    optimiser = _OPTIMISER_BYTES[config.optim] * num_parameters
+    gradients, optimiser = device_bytes(config.optim, num_parameters)
     sizes = FusedSizes.of(model.fused_layers, num_vocab)
 
     def plan(size: int) -> tuple[MemoryPlan, list[Kept] | None]:
         documents = longest(size)
         num_tokens = sum(len(ids) for ids, _ in documents)
         num_targets = sum(label != IGNORED for _, labels in documents for label in labels[1:])
-        step = StepSizes(num_tokens, max(1, num_targets), allocated + optimiser, 4 * num_parameters)
+        step = StepSizes(num_tokens, max(1, num_targets), allocated + optimiser, gradients)
         if config.gradient_checkpointing == "auto":
             kept = fitting(sizes, room if limit is None else min(limit, room), step)
         else:
@@ -240,7 +239,7 @@ def plan_fused(
             BASE: allocated - 4 * num_parameters,
             ADAPTER: 4 * num_parameters,
             OPTIMISER: optimiser,
-            GRADIENTS: 4 * num_parameters,
+            GRADIENTS: gradients,
         }
         parts[ACTIVATIONS] = peak - sum(parts.values())
         text = _described(kept) if kept else "layers"

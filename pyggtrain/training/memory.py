@@ -21,6 +21,7 @@ from pyggtrain.errors import UnsupportedError
 from pyggtrain.nn import POLICIES, Batch, Model
 from pyggtrain.training.config import TrainConfig, size_in_bytes
 from pyggtrain.training.objectives import Document, Objective
+from pyggtrain.training.optimizers import PAGED, device_bytes
 from pyggtrain.training.rehearse import ACTIVATIONS, ADAPTER, BASE, GRADIENTS, OPTIMISER, Rehearsal
 
 # glibc's malloc.h, and the largest threshold that it takes.
@@ -152,10 +153,11 @@ class MeasuredNeed:
         objective: of the loaded model, with its adapter attached.
         parameters: that are trained.
         device: of the model.
+        optim: as `TrainConfig.optim`.
     """
 
-    def __init__(self, objective: Objective, model: Model, device: torch.device) -> None:
-        self._objective, self._model, self._device = objective, model, device
+    def __init__(self, objective: Objective, model: Model, device: torch.device, optim: str = "adamw") -> None:
+        self._objective, self._model, self._device, self._optim = objective, model, device, optim
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._adapter_bytes = 4 * sum(parameter.numel() for parameter in self._parameters)
         self._base_bytes = torch.cuda.memory_allocated(device) - self._adapter_bytes
@@ -167,11 +169,12 @@ class MeasuredNeed:
         peaks = [self._peak_bytes(documents, num_tokens) for num_tokens in _PROBE_TOKENS]
         per_token = (peaks[1] - peaks[0]) / (many - few)
         num_tokens = sum(len(ids) for ids, _ in documents)
+        gradients, optimiser = device_bytes(self._optim, self._adapter_bytes // 4)
         return {
             BASE: self._base_bytes,
             ADAPTER: self._adapter_bytes,
-            GRADIENTS: self._adapter_bytes,
-            OPTIMISER: 2 * self._adapter_bytes,
+            GRADIENTS: gradients,
+            OPTIMISER: optimiser,
             ACTIVATIONS: self._activations(documents, max(0, round(peaks[0] + per_token * (num_tokens - few)))),
         }
 
@@ -198,15 +201,27 @@ class MeasuredNeed:
         repeated = [(ids, -(-length // len(ids))) for ids, _ in documents]
         rows = [(list(ids) * times)[:length] for ids, times in repeated]
         batch = Batch.from_documents([(row, row) for row in rows]).to(self._device)
-        # Gradients have to be there already: made one by one during backward they would hide in the activations.
+        hooks = []
         for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)
+            if self._optim in PAGED:
+                # Each leaves as soon as it is there.
+                hook = parameter.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
+                hooks.append(hook)
+            else:
+                # They have to be there already: made one by one during backward they would hide in the activations.
+                parameter.grad = torch.zeros_like(parameter)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         self._objective.loss(batch)[0].backward()  # type: ignore[no-untyped-call]
         peak = torch.cuda.max_memory_allocated(self._device) - before
+        for hook in hooks:
+            hook.remove()
         self._forget_gradients()
         return peak
+
+
+def _forget_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 class Planner:

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from pyggtrain.errors import PyggtrainError
+from pyggtrain.errors import ConfigError, PyggtrainError
 from pyggtrain.nn.batch import Batch
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.interrupts import StopRequested
 from pyggtrain.training.objectives import Objective
-from pyggtrain.training.optimizers import make_optimizer
+from pyggtrain.training.optimizers import PAGED, make_optimizer
+from pyggtrain.training.paging import Pages
 from pyggtrain.training.pipeline import Pipeline
 from pyggtrain.training.processes import Processes
 from pyggtrain.training.step_graph import StepGraphs
@@ -63,11 +64,12 @@ class Optimizer:
 
     Attributes:
         divides_late: whether gradients are divided by the number of units after backward, not before.
+        pages: where gradients and moments are, if they wait on the host (`optimizers.PAGED`, on a GPU).
 
     Raises:
         TypeError: a parameter is not float32. bfloat16 has 8 bits, so updates below 0.4 % of a weight would round to
             nothing.
-        ConfigError: the optimiser is not available here.
+        ConfigError: the optimiser is not available here, or is paged and the run has several processes.
     """
 
     max_skipped_in_a_row = 5
@@ -87,6 +89,14 @@ class Optimizer:
         self.divides_late = config.compute == "fp16"
         self.pipeline: Pipeline | None = None
         self._optimizer = make_optimizer(self.parameters, config)
+        self.pages: Pages | None = None
+        if config.optim in PAGED and next(iter(self.parameters.values())).is_cuda:
+            if self.processes.count > 1:
+                raise ConfigError(
+                    f"optim: {config.optim} keeps gradients on the host, where {self.processes.count} processes cannot "
+                    f"sum them. Set optim to {config.optim.removeprefix('paged_')}, or use one process."
+                )
+            self.pages = Pages(list(self.parameters.values()), self._optimizer)
 
     def step(
         self,
@@ -147,6 +157,9 @@ class Optimizer:
             totals[1:-1] += values / num_units
         if self.divides_late and num_units > 0 and self.pipeline is None:
             totals[0] /= num_units
+        if self.pages is not None:
+            self.pages.join()
+        elif self.divides_late and num_units > 0 and self.pipeline is None:
             torch._foreach_div_([one.grad for one in self.parameters.values() if one.grad is not None], num_units)
         if self.pipeline is not None:
             self.processes.sum_(totals)
@@ -158,13 +171,16 @@ class Optimizer:
             raise StopRequested
         if num_units == 0:
             self.clear_gradients()
-        result = self._update(totals, objective.metrics, learning_rate)
+        page_factor = 1 / max(1, num_units) if self.divides_late else 1.0
+        result = self._update(totals, objective.metrics, learning_rate, page_factor)
         self.clear_gradients()
         return result
 
     def clear_gradients(self) -> None:
         """Free all gradients, or empty them where CUDA graphs add to them."""
-        if self.graphs is not None:
+        if self.pages is not None:
+            self.pages.clear()
+        elif self.graphs is not None:
             self.graphs.clear()
         else:
             self._optimizer.zero_grad(set_to_none=True)
@@ -197,7 +213,7 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return what the optimiser keeps by parameter name and by group, and how many steps were skipped."""
         return {
-            "state": {name: dict(self._optimizer.state[parameter]) for name, parameter in self.parameters.items()},
+            "state": {name: self._state_of(parameter) for name, parameter in self.parameters.items()},
             "groups": [
                 {name: value for name, value in group.items() if name != "params"}
                 for group in self._optimizer.param_groups
@@ -213,6 +229,9 @@ class Optimizer:
         """
         for name, parameter in self.parameters.items():
             kept = state["state"][name]
+            if self.pages is not None:
+                self.pages.set_state(parameter, kept)
+                continue
             self._optimizer.state[parameter] = {
                 key: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
                 for key, value in kept.items()
@@ -221,6 +240,9 @@ class Optimizer:
             group.update(values)
         self.num_skipped = state["num_skipped"]
         self.num_skipped_in_a_row = state["num_skipped_in_a_row"]
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return dict(self._optimizer.state[parameter]) if self.pages is None else self.pages.state_of(parameter)
 
     @property
     def _has_average(self) -> bool:
@@ -241,25 +263,28 @@ class Optimizer:
                 parameter.grad.copy_(piece.view_as(parameter))
         totals.copy_(summed)
 
-    def _update(self, totals: torch.Tensor, metrics: Sequence[str], learning_rate: float) -> StepResult:
-        """Clip and update, unless something is not finite."""
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(gradients)
+    def _update(
+        self, totals: torch.Tensor, metrics: Sequence[str], learning_rate: float, page_factor: float
+    ) -> StepResult:
+        """Clip and update, unless something is not finite. Gradients on the host are `page_factor` too large."""
+        if self.pages is None:
+            gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+            total_norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            total_norm = torch.linalg.vector_norm(self.pages.norms) * page_factor
         if self.pipeline is not None:
             total_norm = self.processes.sum_(total_norm.square()).sqrt()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_ratio"]
         if self._decides_on_device:
-            self._update_on_device(totals[0], total_norm)
+            self._update_on_device(totals[0], total_norm, page_factor)
         loss, *values, _, grad_norm = torch.cat([totals, total_norm.reshape(1).to(totals)]).tolist()
         non_finite = None if math.isfinite(grad_norm) and math.isfinite(loss) else self._first_non_finite()
         if non_finite is not None:
             self._skip(non_finite)
         else:
             if not self._decides_on_device:
-                if self.max_grad_norm > 0:
-                    torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.max_grad_norm, total_norm)
-                self._optimizer.step()
+                self._clip_and_step(total_norm, page_factor)
             self.num_skipped_in_a_row = 0
         return StepResult(loss, grad_norm, dict(zip(metrics, values, strict=True)), non_finite)
 
@@ -271,14 +296,28 @@ class Optimizer:
         is_fused = isinstance(self._optimizer, torch.optim.AdamW) and bool(self._optimizer.defaults["fused"])
         return is_fused and next(iter(self.parameters.values())).is_cuda
 
-    def _update_on_device(self, loss: torch.Tensor, total_norm: torch.Tensor) -> None:
+    def _clip_and_step(self, total_norm: torch.Tensor, page_factor: float) -> None:
+        if self.pages is None:
+            if self.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.max_grad_norm, total_norm)
+            self._optimizer.step()
+        elif self.max_grad_norm > 0:
+            # As torch clips.
+            self.pages.update(factor=(self.max_grad_norm / (total_norm + 1e-6)).clamp(max=1.0) * page_factor)
+        else:
+            self.pages.update(factor=page_factor)
+
+    def _update_on_device(self, loss: torch.Tensor, total_norm: torch.Tensor, page_factor: float) -> None:
         """Update without waiting for the device. `grad_scale` divides gradients, `found_inf` = 1 leaves all as it was
         (the protocol of torch.amp.GradScaler with fused optimisers).
         """
         limit = self.max_grad_norm if self.max_grad_norm > 0 else math.inf
         self._optimizer.grad_scale = ((total_norm + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]
         self._optimizer.found_inf = (~torch.isfinite(total_norm + loss)).float()  # type: ignore[attr-defined]
-        self._optimizer.step()
+        if self.pages is None:
+            self._optimizer.step()
+        else:
+            self.pages.update(factor=page_factor)
 
     def _skip(self, name: str) -> None:
         self.num_skipped += 1
@@ -291,6 +330,10 @@ class Optimizer:
             )
 
     def _first_non_finite(self) -> str:
+        if self.pages is not None:
+            for name, norm in zip(self.parameters, self.pages.norms.tolist(), strict=True):
+                if not math.isfinite(norm):
+                    return name
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                 return name

@@ -14,6 +14,7 @@ import torch
 
 from pyggtrain.errors import ConfigError
 from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.paging import window_bytes
 
 Groups = list[dict[str, Any]]
 
@@ -54,7 +55,20 @@ def _adamw_8bit(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
     """
     import bitsandbytes
 
-    return bitsandbytes.optim.AdamW8bit(groups, **_adam_settings(config))  # type: ignore[no-any-return]
+    class AdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[misc]
+        """The library's, without a wait for the device after each parameter."""
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            for group_index, group in enumerate(self.param_groups):
+                for index, parameter in enumerate(group["params"]):
+                    if parameter.grad is None:
+                        continue
+                    if not self.state[parameter]:
+                        self.init_state(group, parameter, group_index, index)
+                    self.update_step(group, parameter, group_index, index)
+
+    return AdamW8bit(groups, **_adam_settings(config))
 
 
 def _muon(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
@@ -93,10 +107,35 @@ def _adam_settings(config: TrainConfig) -> dict[str, Any]:
 OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
+    "paged_adamw": _adamw,
+    "paged_adamw_8bit": _adamw_8bit,
     "muon": _muon,
     "schedule_free_adamw": _schedule_free_adamw,
 }
-_LIBRARIES = {"adamw_8bit": "bitsandbytes", "schedule_free_adamw": "schedulefree"}
+# Those whose gradients and moments wait in host memory while a GPU computes (`paging`); the numbers are the same.
+PAGED = frozenset({"paged_adamw", "paged_adamw_8bit"})
+_LIBRARIES = {
+    "adamw_8bit": "bitsandbytes",
+    "paged_adamw_8bit": "bitsandbytes",
+    "schedule_free_adamw": "schedulefree",
+}
+
+
+# What they keep for each trained number, in bytes.
+_STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 4, "schedule_free_adamw": 8}
+
+
+def device_bytes(optim: str, num_parameters: int) -> tuple[int, int]:
+    """What gradients and an optimiser's state take on a GPU.
+
+    Args:
+        optim: as `TrainConfig.optim`.
+        num_parameters: trained numbers.
+    """
+    state = _STATE_BYTES[optim.removeprefix("paged_")]
+    if optim in PAGED:
+        return 0, min((4 + state) * num_parameters, window_bytes(state))
+    return 4 * num_parameters, state * num_parameters
 
 
 def check_optimizer(config: TrainConfig, shapes: Mapping[str, Iterable[int]] | None = None) -> None:

@@ -462,7 +462,9 @@ def _of_part(config: TrainConfig, model: SplittableModel, device: torch.device, 
 
 def _measured(config: TrainConfig, model: Model, device: torch.device, data: RunData) -> MemoryPlan:
     objective = objective_of(model, config, is_largest=True)
-    return Planner(MeasuredNeed(objective, model, device), config, device, _longest(config, data, objective)).choose()
+    return Planner(
+        MeasuredNeed(objective, model, device, config.optim), config, device, _longest(config, data, objective)
+    ).choose()
 
 
 def _longest(config: TrainConfig, data: RunData, objective: Objective) -> Callable[[int], list[Document]]:

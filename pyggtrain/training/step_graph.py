@@ -18,6 +18,7 @@ from pyggtrain.nn import Batch, ExpertLinear, Model
 from pyggtrain.ops.linear_cross_entropy import IGNORED
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.objectives import LossModule
+from pyggtrain.training.paging import Pages
 
 # Longer micro-batches are bound by the GPU, and a graph wins little.
 MAX_TOKENS = 6144
@@ -32,16 +33,17 @@ MAX_GRAPHS = 8
 
 logger = logging.getLogger(__name__)
 
-Shape = tuple[int, int | None, bool, int, int]
+Shape = tuple[int, int | None, bool, int, int, frozenset[int]]
 
 
 @dataclass(eq=False)
 class _Captured:
-    """One graph, and the places that it reads and writes."""
+    """One graph, and the places that it reads and writes. `written`: parameters whose gradients go to the host."""
 
     graph: torch.cuda.CUDAGraph
     batch: Batch
     loss: torch.Tensor
+    written: frozenset[int]
 
 
 class StepGraphs:
@@ -52,10 +54,12 @@ class StepGraphs:
     Args:
         model: on a GPU, one that can be captured.
         parameters: name -> trained tensor.
+        pages: where gradients go, if they go to the host. A graph of the first micro-batch of a step overwrites what is
+            there, one of a later micro-batch adds to it.
     """
 
-    def __init__(self, model: LossModule, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.model = model
+    def __init__(self, model: LossModule, parameters: Mapping[str, torch.Tensor], pages: Pages | None = None) -> None:
+        self.model, self._pages = model, pages
         self._max_tokens = max_tokens(model)
         self._parameters = list(parameters.values())
         self._gradients: list[torch.Tensor] = []
@@ -67,7 +71,9 @@ class StepGraphs:
         self._scale = torch.zeros((), device=self._parameters[0].device)
 
     def clear(self) -> None:
-        """All gradients zero, at the places where graphs add to them."""
+        """All gradients zero, at the places where graphs add to them. Pages are cleared by themselves."""
+        if self._pages is not None:
+            return
         if not self._gradients:
             self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
         torch._foreach_zero_(self._gradients)
@@ -87,7 +93,8 @@ class StepGraphs:
         # Tables of positions are taken whole for one document, and picked token by token for several; they are made
         # for a power of two of positions.
         is_single, num_positions = batch.num_documents == 1, (batch.longest_document - 1).bit_length()
-        shape = (batch.num_tokens, length, is_single, num_positions, batch.supervised.shape[0])
+        written = frozenset(() if self._pages is None else self._pages.written)
+        shape = (batch.num_tokens, length, is_single, num_positions, batch.supervised.shape[0], written)
         self._scale.fill_(scale)
         captured = self._graphs.get(shape)
         if captured is None:
@@ -101,12 +108,17 @@ class StepGraphs:
         self._graphs.move_to_end(shape)
         _overwrite(captured.batch, batch)
         captured.graph.replay()
+        if self._pages is not None:
+            self._pages.written |= captured.written
         return captured.loss.clone()
 
     def _run(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
         loss_sum, _ = self.model.loss(batch)
         loss = loss_sum * scale
         loss.backward()  # type: ignore[no-untyped-call]
+        if self._pages is not None:
+            # A capture ends with every copy done.
+            self._pages.join()
         return loss.detach()
 
     def _capture(self, shape: Shape, batch: Batch) -> _Captured | None:
@@ -141,7 +153,8 @@ class StepGraphs:
                 raise error.__context__ from None
             raise
         self._pool = graph.pool()
-        captured = self._graphs[shape] = _Captured(graph, static, loss)
+        written = frozenset(() if self._pages is None else self._pages.written)
+        captured = self._graphs[shape] = _Captured(graph, static, loss, written)
         return captured
 
     def _has_room(self, num_tokens: int) -> bool:

@@ -124,7 +124,7 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, config, self.processes)
         self.optimizer.pipeline, self.other_parameters = pipeline, dict(other_parameters or {})
         if pipeline is None and can_graph(config, objective.model):
-            self.optimizer.graphs = StepGraphs(objective.model, self.parameters)
+            self.optimizer.graphs = StepGraphs(objective.model, self.parameters, self.optimizer.pages)
         self.evaluations = Evaluations(config, has_held_out=len(held_out) > 0)
         self.num_steps = self.batches.num_steps
         self.origin = Origin.of(

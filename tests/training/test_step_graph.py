@@ -11,6 +11,7 @@ from pyggtrain.adapters import LoraConfig, attach
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.nn import Batch, Model
 from pyggtrain.ops.fused import Kept
+from pyggtrain.training.paging import Pages
 from pyggtrain.training.step_graph import TARGET_MULTIPLE, TOKEN_MULTIPLE, StepGraphs, filled_up
 
 
@@ -93,3 +94,28 @@ def test_graphs_give_the_gradients_of_single_launches(
         # bfloat16, and the library may take another kernel for a graph: as near to float32 as single launches are
         assert error(graphed, expected) <= 1.5 * error(launched, expected) + 1e-3
     assert len(graphs._graphs) >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_send_gradients_to_the_host(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of two micro-batches: the second adds to what the first has sent, launched or captured."""
+    monkeypatch.setattr("pyggtrain.training.paging._MAX_BEHIND_BYTES", 10_000)
+    model, parameters = trained(tiny_llama_path, "cuda")
+    pages = Pages(list(parameters.values()), torch.optim.AdamW(parameters.values()))
+    graphs = StepGraphs(model, parameters, pages)
+    for seed in range(4):
+        batches = [filled_up(make_batch([128], 2 * seed + part)).to("cuda") for part in range(2)]
+        pages.clear()
+        for batch in batches:
+            graphs.add_gradients(batch, 1 / 256)
+        torch.cuda.synchronize()
+        results = [place.clone() for place in pages._gradients]
+        pages.clear()
+        for batch in batches:
+            (model.loss(batch)[0] / 256).backward()
+        pages.join()
+        torch.cuda.synchronize()
+        assert error(results, pages._gradients) < 2e-2
+        assert all(parameter.grad is None for parameter in parameters.values())
+    assert len(graphs._graphs) == 2

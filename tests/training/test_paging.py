@@ -1,0 +1,192 @@
+"""Gradients and moments on the host: the same numbers as without, whatever the micro-batches, and exact resuming."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from pyggtrain.errors import ConfigError
+from pyggtrain.training import paging
+from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.optim import Optimizer
+from pyggtrain.training.optimizers import PAGED, device_bytes
+from pyggtrain.training.paging import Pages
+from pyggtrain.training.processes import Processes
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    ),
+]
+SHAPES = {
+    "a.lora_a": (8, 1024),
+    "a.lora_b": (3, 5),
+    "b.lora_a": (4, 8, 300),
+    "b.lora_b": (70, 33),
+    "unused.lora_a": (6, 6),
+}
+
+
+class Batch:
+    """Stands in for a micro-batch."""
+
+    num_targets = 1
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+
+class Model(torch.nn.Module):
+    """Σ (w - target)² of every parameter but one, with targets of the batch's own."""
+
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.named = {
+            name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(device))
+            for name, shape in SHAPES.items()
+        }
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(batch.seed)
+        parts = [
+            ((part - torch.randn(part.shape, generator=generator).to(part.device)) ** 2).sum()
+            for name, part in self.named.items()
+            if not name.startswith("unused")
+        ]
+        device = parts[0].device
+        return torch.stack(parts).sum(), torch.zeros(0, device=device)
+
+    def values(self) -> torch.Tensor:
+        return torch.cat([part.detach().flatten() for part in self.named.values()])
+
+
+def config(optim: str, **settings: Any) -> TrainConfig:
+    return TrainConfig(model="m", data=("d",), output="o", optim=optim, learning_rate=1e-2, **settings)  # type: ignore[arg-type]
+
+
+def optimizer_of(model: Model, optim: str, **settings: Any) -> Optimizer:
+    """One that pages on a CPU too."""
+    optimizer = Optimizer(model.named, config(optim, **settings))
+    if optim in PAGED and optimizer.pages is None:
+        optimizer.pages = Pages(list(model.named.values()), optimizer._optimizer)
+    return optimizer
+
+
+def take(optimizer: Optimizer, model: Model, numbers: range, num_micro_batches: int = 1) -> list[Any]:
+    return [
+        optimizer.step(
+            model,
+            [Batch(100 * number + part) for part in range(num_micro_batches)],
+            num_units=num_micro_batches,
+            learning_rate=1e-2 / (1 + number),
+            seeds=range(num_micro_batches),
+        )
+        for number in numbers
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several windows, several gradients that are waited for."""
+    monkeypatch.setattr(paging, "_WINDOW_BYTES", 40_000)
+    monkeypatch.setattr(paging, "_MAX_BEHIND_BYTES", 10_000)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_grad_norm": 0.5}, {"max_grad_norm": 0}, {"compute": "fp16", "loraplus_lr_ratio": 4.0}]
+)
+@pytest.mark.parametrize("optim", sorted(PAGED))
+def test_steps_are_those_without_paging(
+    device: str, num_micro_batches: int, settings: dict[str, Any], optim: str
+) -> None:
+    plain_model, model = Model(device), Model(device)
+    plain = optimizer_of(plain_model, optim.removeprefix("paged_"), weight_decay=0.1, **settings)
+    paged = optimizer_of(model, optim, weight_decay=0.1, **settings)
+    expected = take(plain, plain_model, range(4), num_micro_batches)
+    results = take(paged, model, range(4), num_micro_batches)
+    for result, one in zip(results, expected, strict=True):
+        assert result.loss == one.loss
+        assert result.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
+    # Norms are summed in another order, so clipping differs in the last bit.
+    assert torch.allclose(model.values(), plain_model.values(), rtol=1e-5, atol=1e-7)
+    if settings.get("max_grad_norm") == 0:
+        assert torch.equal(model.values(), plain_model.values())
+    assert all(parameter.grad is None for parameter in model.named.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("optim", sorted(PAGED))
+def test_state_continues_bit_for_bit_through_a_file(device: str, optim: str) -> None:
+    model = Model(device)
+    optimizer = optimizer_of(model, optim)
+    take(optimizer, model, range(3))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed_model = copy.deepcopy(model)
+    resumed_model.named = {name: torch.nn.Parameter(part.detach().clone()) for name, part in model.named.items()}
+    take(optimizer, model, range(3, 6))
+    resumed = optimizer_of(resumed_model, optim)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    take(resumed, resumed_model, range(3, 6))
+    assert torch.equal(resumed_model.values(), model.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_has_no_gradient_stays_and_a_broken_gradient_is_named(device: str) -> None:
+    model = Model(device)
+    optimizer = optimizer_of(model, "paged_adamw")
+    before = model.named["unused.lora_a"].detach().clone()
+    take(optimizer, model, range(2))
+    assert torch.equal(model.named["unused.lora_a"], before)
+    with torch.no_grad():
+        model.named["b.lora_a"][0, 0, 0] = torch.inf
+    values = model.values()
+    (result,) = take(optimizer, model, range(2, 3))
+    assert result.non_finite == "b.lora_a" and optimizer.num_skipped == 1
+    assert torch.equal(model.values(), values)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_neither_gradients_nor_moments_stay_on_the_card() -> None:
+    shape, device = (4 << 20,), "cuda"
+    parameters = {f"{index}.lora_a": torch.nn.Parameter(torch.zeros(shape, device=device)) for index in range(16)}
+    optimizer = Optimizer(parameters, config("paged_adamw"))
+    held = torch.cuda.memory_allocated()
+
+    class Objective:
+        metrics: tuple[str, ...] = ()
+
+        def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.stack([(part - 1).square().sum() for part in parameters.values()]).sum(), torch.zeros(
+                0, device=device
+            )
+
+    for number in range(3):
+        optimizer.step(Objective(), [Batch(0)], num_units=1, learning_rate=1e-2, seeds=[number])  # type: ignore[arg-type]
+    assert torch.cuda.memory_allocated() - held < 1 << 20
+    assert all(float((part - 0.03).abs().max()) < 1e-3 for part in parameters.values())
+
+
+def test_several_processes_are_refused() -> None:
+    class OnCard(torch.Tensor):
+        is_cuda = True
+
+    parameter = torch.zeros(4).as_subclass(OnCard)
+    with pytest.raises(ConfigError, match=r"paged_adamw keeps gradients on the host, where 2 processes"):
+        Optimizer({"w.lora_a": parameter}, config("paged_adamw"), Processes(count=2))
+
+
+def test_on_a_card_an_update_takes_three_windows_at_most() -> None:
+    assert device_bytes("adamw", 10) == (40, 80)
+    assert device_bytes("paged_adamw_8bit", 10) == (0, 60)
+    assert device_bytes("paged_adamw", 1 << 30) == (0, 3 * 40_000 * 3)
