@@ -1,13 +1,18 @@
-"""Models of other architectures in their true shapes and a Q4_K_M-like mix: header, and names, types and sizes of all
-tensors.
+"""Models of other architectures in their true shapes and quant mixes (most of them like Q4_K_M): header, and names,
+types and sizes of all tensors.
 
 Sizes are those of the models' published configurations; names and keys those that llama.cpp reads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+
+Layout = tuple[str, tuple[int, ...]]
+"""ggml type and shape of a tensor."""
+TypeOf = Callable[[int, int, str], str]
+"""Layer, number of layers, kind of matrix -> ggml type."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class ModelShape:
     name: str
     architecture: str
     keys: dict[str, Any]
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    tensors: dict[str, Layout] = field(default_factory=dict)
     experts_used: float = 1.0
 
     @property
@@ -37,14 +42,15 @@ class ModelShape:
     def vocabulary(self) -> int:
         return self.tensors["token_embd.weight"][1][0]
 
-    @property
-    def flops_per_token(self) -> float:
-        """Of the products with weights in forward and backward of frozen ones: 4 for each number that a token meets."""
-        total = 0.0
-        for name, (type, shape) in self.tensors.items():
-            if len(shape) > 1 and name != "token_embd.weight" and (type != "F32" or "ffn_gate_inp" in name):
-                total += prod(shape) * (self.experts_used if "_exps" in name else 1.0)
-        return 4 * total
+
+def flops_per_token(tensors: Mapping[str, Layout], experts_used: float = 1.0) -> float:
+    """Of the products with weights in forward and backward of frozen ones: 4 for each number that a token meets."""
+    total = 0.0
+    for name, (type, shape) in tensors.items():
+        is_matrix = len(shape) > 1 and not name.endswith(".bias")
+        if is_matrix and name != "token_embd.weight" and (type != "F32" or "ffn_gate_inp" in name):
+            total += prod(shape) * (experts_used if "_exps" in name else 1.0)
+    return 4 * total
 
 
 def more_bits(layer: int, count: int) -> bool:
@@ -52,17 +58,59 @@ def more_bits(layer: int, count: int) -> bool:
     return layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
 
 
-def _base(vocabulary: int, width: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _q4_k_m(layer: int, count: int, kind: str) -> str:
+    """Near Q4_K_M: Q4_K, of half the layers some matrices in Q6_K."""
+    has_more = more_bits(layer, count) and ("_down" in kind or kind in ("attn_v", "attn_kv_a_mqa", "ssm_out"))
+    return "Q6_K" if has_more else "Q4_K"
+
+
+def _q3_k_iq2_s(layer: int, count: int, kind: str) -> str:
+    """A mix of 3.3 bits: experts of the outer half of the layers in Q3_K, their down in Q4_K (outermost Q5_K), of the
+    inner half in IQ2_S; of the rest what ends a half layer in Q4_K, and Q3_K.
+
+    Experts and head have the types that a published file of Qwen3.6-35B-A3B has (13.28 GiB); of the rest it mixes Q3_K,
+    Q4_K and Q5_K, so that the sizes come out the same.
+    """
+    from_edge = min(layer, count - 1 - layer)
+    if kind.endswith("_exps"):
+        if from_edge >= count // 4:
+            return "IQ2_S"
+        if kind != "ffn_down_exps":
+            return "Q3_K"
+        return "Q5_K" if from_edge < count // 40 else "Q4_K"
+    return "Q4_K" if kind in ("attn_output", "ssm_out", "ffn_down_shexp") else "Q3_K"
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Types of a file.
+
+    Attributes:
+        name: for a person.
+        embedding: of token_embd. The head is in Q6_K.
+        type_of: of a layer's matrices.
+    """
+
+    name: str
+    embedding: str
+    type_of: TypeOf
+
+
+Q4_K_M = Mix("Q4_K_M", "Q4_K", _q4_k_m)
+Q3_K_IQ2_S = Mix("Q3_K and IQ2_S", "Q3_K", _q3_k_iq2_s)
+
+
+def _base(vocabulary: int, width: int, embedding: str = "Q4_K", head: str = "Q6_K") -> dict[str, Layout]:
     return {
-        "token_embd.weight": ("Q4_K", (vocabulary, width)),
-        "output.weight": ("Q6_K", (vocabulary, width)),
+        "token_embd.weight": (embedding, (vocabulary, width)),
+        "output.weight": (head, (vocabulary, width)),
         "output_norm.weight": ("F32", (width,)),
     }
 
 
 def _linears(
-    layer: int, count: int, sizes: dict[str, tuple[int, ...]]
-) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    layer: int, count: int, sizes: dict[str, tuple[int, ...]], type_of: TypeOf = _q4_k_m
+) -> Iterator[tuple[str, Layout]]:
     for kind, shape in sizes.items():
         if "norm" in kind or kind == "ffn_gate_inp":
             type = "F32"
@@ -72,8 +120,7 @@ def _linears(
         elif shape[-1] % 256:
             type = "Q5_0"
         else:
-            has_more = more_bits(layer, count) and ("_down" in kind or kind in ("attn_v", "attn_kv_a_mqa", "ssm_out"))
-            type = "Q6_K" if has_more else "Q4_K"
+            type = type_of(layer, count, kind)
         yield f"blk.{layer}.{kind}.weight", (type, shape)
 
 
@@ -181,15 +228,97 @@ def deepseek2_lite(layers: int = 27) -> ModelShape:
     return shape
 
 
-def qwen35moe_35b(layers: int = 40) -> ModelShape:
+def gpt_oss_20b(layers: int = 24) -> ModelShape:
+    """gpt-oss-20b: 32 experts of 2880 (4 for each token), attention with sinks, in every other layer to the last 128
+    tokens; biases everywhere. Types of the published MXFP4 file: experts in MXFP4, the other matrices in Q8_0.
+    """
+    width, heads, kv, head, experts, used, ff, vocabulary = 2880, 64, 8, 64, 32, 4, 2880, 201088
+    shape = ModelShape(
+        "gpt-oss-20b MXFP4",
+        "gpt-oss",
+        {
+            "block_count": layers,
+            "context_length": 131072,
+            "embedding_length": width,
+            "feed_forward_length": ff,
+            "attention.head_count": heads,
+            "attention.head_count_kv": kv,
+            "attention.key_length": head,
+            "attention.value_length": head,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "attention.sliding_window": 128,
+            "rope.freq_base": 150000.0,
+            "rope.dimension_count": head,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 4096,
+            "expert_count": experts,
+            "expert_used_count": used,
+            "expert_feed_forward_length": ff,
+            "vocab_size": vocabulary,
+        },
+        _base(vocabulary, width, "Q8_0", "Q8_0"),
+        used / experts,
+    )
+    for layer in range(layers):
+        matrices = {
+            "attn_q": ("Q8_0", (heads * head, width)),
+            "attn_k": ("Q8_0", (kv * head, width)),
+            "attn_v": ("Q8_0", (kv * head, width)),
+            "attn_output": ("Q8_0", (width, heads * head)),
+            "ffn_gate_inp": ("F32", (experts, width)),
+            "ffn_gate_exps": ("MXFP4", (experts, ff, width)),
+            "ffn_up_exps": ("MXFP4", (experts, ff, width)),
+            "ffn_down_exps": ("MXFP4", (experts, width, ff)),
+        }
+        for kind, (type, sizes) in matrices.items():
+            shape.tensors[f"blk.{layer}.{kind}.weight"] = type, sizes
+            shape.tensors[f"blk.{layer}.{kind}.bias"] = "F32", sizes[:-1]
+        for kind, size in {"attn_norm": width, "post_attention_norm": width, "attn_sinks": heads}.items():
+            shape.tensors[f"blk.{layer}.{kind}.weight"] = "F32", (size,)
+    return shape
+
+
+@dataclass(frozen=True)
+class _DeltaSizes:
+    """What differs between the models of architecture qwen35moe: D, H, G of the delta net, E, chosen of them, F."""
+
+    width: int
+    heads: int
+    value_heads: int
+    experts: int
+    used: int
+    ff: int
+
+
+def qwen35moe_35b(layers: int = 40, mix: Mix = Q4_K_M) -> ModelShape:
     """Qwen3.6-35B-A3B: three gated delta nets and one gated attention in turn, 256 experts of 512 (8 for each token)
     and a shared one.
     """
-    width, heads, kv, head, experts, used, ff, vocabulary = 2048, 16, 2, 256, 256, 8, 512, 248320
-    key_heads, value_heads, state, taps = 16, 32, 128, 4
+    return _qwen35moe("Qwen3.6-35B-A3B", _DeltaSizes(2048, 16, 32, 256, 8, 512), layers, mix)
+
+
+def qwen35moe_122b(layers: int = 48, mix: Mix = Q3_K_IQ2_S) -> ModelShape:
+    """Qwen3.5-122B-A10B: the same, wider. The published width of 3072, 48 layers and 256 experts of 1024; 64 value and
+    32 query heads follow from the sum, 122.1 billion weights, of which a token meets 9.8.
+    """
+    return _qwen35moe("Qwen3.5-122B-A10B", _DeltaSizes(3072, 32, 64, 256, 8, 1024), layers, mix)
+
+
+def qwen35moe_397b(layers: int = 60, mix: Mix = Q3_K_IQ2_S) -> ModelShape:
+    """Qwen3.5-397B-A17B: 512 experts of 1024 (10 for each token). Sizes as public training scripts give them; the 64
+    value heads from their sum, 396.3 billion weights.
+    """
+    return _qwen35moe("Qwen3.5-397B-A17B", _DeltaSizes(4096, 32, 64, 512, 10, 1024), layers, mix)
+
+
+def _qwen35moe(name: str, sizes_of: _DeltaSizes, layers: int, mix: Mix) -> ModelShape:
+    width, heads, experts, ff = sizes_of.width, sizes_of.heads, sizes_of.experts, sizes_of.ff
+    kv, head, vocabulary = 2, 256, 248320
+    key_heads, value_heads, state, taps = 16, sizes_of.value_heads, 128, 4
     keys, values = key_heads * state, value_heads * state
     shape = ModelShape(
-        "Qwen3.6-35B-A3B Q4_K_M",
+        f"{name} {mix.name}",
         "qwen35moe",
         {
             "block_count": layers,
@@ -210,13 +339,13 @@ def qwen35moe_35b(layers: int = 40) -> ModelShape:
             "ssm.time_step_rank": value_heads,
             "ssm.inner_size": values,
             "expert_count": experts,
-            "expert_used_count": used,
+            "expert_used_count": sizes_of.used,
             "expert_feed_forward_length": ff,
             "expert_shared_feed_forward_length": ff,
             "vocab_size": vocabulary,
         },
-        _base(vocabulary, width),
-        used / experts,
+        _base(vocabulary, width, mix.embedding),
+        sizes_of.used / experts,
     )
     for layer in range(layers):
         sizes: dict[str, tuple[int, ...]] = {"attn_norm": (width,), "post_attention_norm": (width,)}
@@ -254,7 +383,7 @@ def qwen35moe_35b(layers: int = 40) -> ModelShape:
             "ffn_down_shexp": (width, ff),
         }
         others["ffn_gate_inp_shexp.weight"] = (width,)
-        shape.tensors.update(_linears(layer, layers, sizes))
+        shape.tensors.update(_linears(layer, layers, sizes, mix.type_of))
         shape.tensors.update({f"blk.{layer}.{name}": ("F32", size) for name, size in others.items()})
     return shape
 
@@ -269,7 +398,7 @@ _SSM = {
 }
 
 
-def _mamba2_layer(layer: int, layers: int, width: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _mamba2_layer(layer: int, layers: int, width: int) -> dict[str, Layout]:
     channels = _INNER + 2 * _GROUPS * _STATE
     sizes = {"attn_norm": (width,), "ssm_in": (_INNER + channels + _HEADS, width), "ssm_out": (width, _INNER)}
     others: dict[str, tuple[int, ...]] = {

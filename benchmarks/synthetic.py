@@ -4,7 +4,7 @@ file, without the file.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ class LlamaShape:
     vocabulary: int
     mix: str
 
+    def with_layers(self, count: int) -> "LlamaShape":
+        """The same with another number of layers."""
+        return replace(self, block_count=count)
+
     def type_of(self, layer: int, kind: str) -> str:
         """ggml type of a linear.
 
@@ -50,8 +54,28 @@ class LlamaShape:
 LLAMA_3_1_8B = LlamaShape("Llama-3.1-8B Q4_K_M", 32, 4096, 14336, 32, 8, 128, 128256, "Q4_K_M")
 LLAMA_3_3_70B = LlamaShape("Llama-3.3-70B IQ2_M", 80, 8192, 28672, 64, 8, 128, 128256, "IQ2_M")
 
-# Random scales of blocks that give weights of about the size of trained ones.
-_MAGNITUDE = {"Q6_K": 1.5e-5, "IQ2_S": 1.5e-3, "IQ3_S": 1e-3, "Q5_0": 2e-3, "Q8_0": 3e-4}
+# Random scales of blocks that give weights of about the size of trained ones: 0.02 (root of the mean square).
+_MAGNITUDE = {
+    "Q5_0": 2e-3,
+    "Q8_0": 3e-4,
+    "Q3_K": 5e-4,
+    "Q4_K": 6e-5,
+    "Q5_K": 3e-5,
+    "Q6_K": 1.5e-5,
+    "IQ2_S": 4e-4,
+    "IQ3_S": 1.5e-4,
+}
+
+
+def blocks_of_weights(type: str, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """Random valid blocks (uint8 [rows, row_bytes]) on the generator's device, for a type of `_MAGNITUDE` or MXFP4."""
+    if type != "MXFP4":
+        return random_blocks(type, rows, columns, generator=generator, magnitude=_MAGNITUDE[type])
+    blocks = random_blocks(type, rows, columns, generator=generator)
+    # The scale is a power of two, 2^(byte - 127).
+    scales = blocks.view(-1, 17)[:, 0]
+    scales.copy_(scales % 4 + 118)
+    return blocks
 
 
 class SyntheticFile:
@@ -113,7 +137,7 @@ class SyntheticFile:
         return self.tensors[name]
 
     def _add(self, name: str, type: str, rows: int, columns: int) -> None:
-        blocks = random_blocks(type, rows, columns, generator=self._generator, magnitude=_MAGNITUDE.get(type, 6e-5))
+        blocks = blocks_of_weights(type, rows, columns, self._generator)
         self.tensors[name] = QuantTensor(name, type, (rows, columns), blocks)
 
     def _add_norm(self, name: str, width: int) -> None:
@@ -154,8 +178,7 @@ def random_tensors(shape: ModelShape, device: torch.device, *, seed: int = 0) ->
 
 def _random_tensor(name: str, type: str, shape: tuple[int, ...], generator: torch.Generator) -> QuantTensor:
     if type != "F32":
-        magnitude = _MAGNITUDE.get(type, 6e-5)
-        blocks = random_blocks(type, prod(shape[:-1]), shape[-1], generator=generator, magnitude=magnitude)
+        blocks = blocks_of_weights(type, prod(shape[:-1]), shape[-1], generator)
         return QuantTensor(name, type, shape, blocks.view(*shape[:-1], -1))
     values = torch.rand(shape, generator=generator, device=generator.device) + 0.5
     if name.endswith("ssm_a"):
