@@ -95,7 +95,7 @@ def make_optimizer(setting: Setting, config: TrainConfig, model: Model, adapter:
     optimizer = Optimizer(parameters, config)
     # Gradients at fixed places would cost memory that longer micro-batches have a use for.
     if can_graph(config, model) and setting.num_tokens <= max_tokens(model):
-        optimizer.graphs = StepGraphs(model, parameters)
+        optimizer.graphs = StepGraphs(model, parameters, optimizer.pages)
     return optimizer
 
 
