@@ -37,7 +37,7 @@ from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.memory import join_free_device_memory
 from pyggtrain.training.objectives import Supervised
 from pyggtrain.training.optim import Optimizer
-from pyggtrain.training.step_graph import MAX_TOKENS, StepGraphs, can_graph
+from pyggtrain.training.step_graph import StepGraphs, can_graph, max_tokens
 
 SMALL = LlamaShape("small", 4, 256, 512, 4, 2, 64, 600, "Q4_K_M")
 GIB = 2**30
@@ -206,7 +206,7 @@ def measure(name: str, path: str, *, layers: int | None, repeats: int, profile: 
     parameters = {str(index): parameter for index, parameter in enumerate(adapter.parameters())}
     config = TrainConfig(model="synthetic.gguf", data=("none",), output="none.gguf", compute=setting.compute)  # type: ignore[arg-type]
     objective, optimizer = Supervised(model), Optimizer(parameters, config)
-    if can_graph(config, model) and setting.documents * setting.length <= MAX_TOKENS:
+    if can_graph(config, model) and setting.documents * setting.length <= max_tokens(model):
         optimizer.graphs = StepGraphs(model, parameters)
     batches = [make_batch(setting, shape.vocabulary, seed).to(device) for seed in range(repeats + 3)]
     torch.cuda.synchronize()
