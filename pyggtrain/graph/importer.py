@@ -23,7 +23,7 @@ from pyggtrain.graph.mixtures import Mixture
 from pyggtrain.graph.program import Part, Region, Step, dead_after, product_kernel, regions
 from pyggtrain.graph.rewrite import Reach, choosing_products
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
-from pyggtrain.nn import ExpertLinear, QuantLinear
+from pyggtrain.nn import DeltaHalf, ExpertLinear, QuantLinear
 
 _STATE_TYPES = {
     "f32": torch.float32,
@@ -64,7 +64,9 @@ class Program:
         num_logits: of a token.
         selects_rows: it asks which rows are wanted; a few give all of them.
         is_recurrent: it carries a state from token to token.
-        is_capturable: what it launches on a GPU depends on shapes alone, and nothing comes from the host meanwhile.
+        has_delta_halves: layers hold gated delta nets that run fused.
+        is_capturable: what it launches on a GPU depends on shapes and on room for chunks alone, and nothing comes from
+            the host meanwhile.
     """
 
     regions: list[Region]
@@ -75,6 +77,7 @@ class Program:
     num_logits: int
     selects_rows: bool
     is_recurrent: bool
+    has_delta_halves: bool
     is_capturable: bool
 
     @property
@@ -99,6 +102,15 @@ def make_program(
     parts, is_layer = regions(body, leaves, hidden, halves)
     num_logits = graph.nodes[graph.logits].shape[-1]
     assert isinstance(num_logits, int), "the size of the vocabulary depends on the number of tokens"
+    # "<op>.<kind>" is one of `op`.
+    scans = {index for index, node in enumerate(graph.nodes) if node.op.partition(".")[0] in RECURRENT}
+    in_delta_halves = {
+        index
+        for region, is_fused in zip(parts, is_layer, strict=True)
+        for half in region.halves
+        if is_fused and half is not None and isinstance(half.modules, DeltaHalf)
+        for index in half.nodes
+    }
     return Program(
         regions=parts,
         is_layer=is_layer,
@@ -109,12 +121,11 @@ def make_program(
         selects_rows=any(node.role == "input" and node.name == "out_ids" for node in graph.nodes),
         # A cache holds each token in a cell of its own, and masks keep documents apart in it as they do without one.
         is_recurrent=any(node.op in RECURRENT or node.name == "s_copy" for node in graph.nodes),
+        has_delta_halves=bool(in_delta_halves),
+        # What other recurrences launch depends on the bounds of documents.
         is_capturable=not graph.uses_alibi
-        and not any(
-            # What recurrences launch depends on the bounds of documents; "<op>.<kind>" is one of `op`.
-            node.op.partition(".")[0] in RECURRENT or node.name in MASKS or node.value
-            for node in graph.nodes
-        ),
+        and scans <= in_delta_halves
+        and not any(node.name in MASKS or node.value for node in graph.nodes),
     )
 
 

@@ -218,6 +218,10 @@ class ImportedModel(Model):
         )
 
     @property
+    def reads_chunks(self) -> bool:
+        return self._program.has_delta_halves
+
+    @property
     def _is_random(self) -> bool:
         """Whether layers draw random numbers."""
         return any(linear.lora is not None and linear.lora.has_dropout for linear in self.linears.values())

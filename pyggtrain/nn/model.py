@@ -62,6 +62,13 @@ class Model(nn.Module, ABC):
         return self.is_fused
 
     @property
+    def reads_chunks(self) -> bool:
+        """Whether layers cut documents into chunks (`ops.attention.Documents.chunks`), whose number decides what is
+        launched.
+        """
+        return False
+
+    @property
     def fused_layers(self) -> Sequence[FusedLayer]:
         """The layers in that form; none where there is none."""
         return ()

@@ -104,12 +104,20 @@ class Documents:
             )
         return self.masks[key]
 
+    @cached_property
+    def chunk_tables(self) -> dict[torch.device, Chunks]:
+        """What `chunks` gives on each device: those of a CUDA graph are at places that it reads."""
+        return {}
+
     def chunks(self, device: torch.device) -> Chunks:
         """Where documents and their chunks begin, for `ops.gated_delta_rule`."""
-        made: dict[torch.device, Chunks] = self.__dict__.setdefault("_chunks", {})
-        if device not in made:
-            made[device] = Chunks.from_bounds(self.bounds, device)
-        return made[device]
+        if device not in self.chunk_tables:
+            self.chunk_tables[device] = Chunks.from_bounds(self.bounds, device)
+        return self.chunk_tables[device]
+
+    def make_room(self, device: torch.device, num_documents: int) -> None:
+        """From now on `chunks` has room for `num_documents`: batches of as many tokens launch the same kernels."""
+        self.chunk_tables[device] = Chunks.from_bounds(self.bounds, device, num_documents=num_documents)
 
 
 def attention(

@@ -3,12 +3,13 @@
 A step launches some three thousand kernels. From Python that takes longer than the GPU needs for 2,048 tokens of an 8B
 model (220 ms against 120 on one machine, docs/performance.md). A graph of the whole of it is launched at once. A graph
 is made for one shape, so micro-batches are brought to few shapes: tokens are filled up to a multiple of 128 by a
-document that nothing is learnt from, targets to a multiple of 64 by targets that count nothing.
+document that nothing is learnt from, targets to a multiple of 64 by targets that count nothing. Gated delta nets
+launch a program for each chunk of a document: their tables get room for more documents than there are.
 """
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +25,25 @@ from pyggtrain.training.paging import Pages
 MAX_TOKENS = 6144
 # Experts are many small products: 8,192 tokens of 48 layers took 449 ms of an H200 and 564 ms to launch.
 MAX_TOKENS_OF_EXPERTS = 16384
+# A delta half takes 5 to 6 ms to launch (docs/performance.md), another half some 3: 250 ms for the 32 layers of a model
+# of 4B, and an H200 computes 8,192 tokens of it in about as long. Estimated, not measured.
+MAX_TOKENS_OF_DELTA_NETS = 8192
 # What a graph's pool takes beyond single launches at their peak (H200: 13.26 GiB against 13.21).
 _POOL_FACTOR = 1.02
 TOKEN_MULTIPLE = 128
 TARGET_MULTIPLE = 64
 # A shape that comes once is not worth capturing; captured are at most this many, the least used goes first.
 MAX_GRAPHS = 8
+# Documents of different lengths get room for so many at least, so that few graphs serve all numbers of them. An empty
+# one costs at most one chunk of 64 tokens.
+MIN_DOCUMENTS = 8
 
 logger = logging.getLogger(__name__)
 
-Shape = tuple[int, int | None, bool, int, int, frozenset[int]]
+# See `shape_of`.
+Shape = tuple[int, int | None, bool, int, int, int | None]
+# Parameters whose gradients an earlier micro-batch of the step has sent to the host: a graph adds to them.
+_Key = tuple[Shape, frozenset[int]]
 
 
 @dataclass(eq=False)
@@ -61,12 +71,13 @@ class StepGraphs:
     def __init__(self, model: LossModule, parameters: Mapping[str, torch.Tensor], pages: Pages | None = None) -> None:
         self.model, self._pages = model, pages
         self._max_tokens = max_tokens(model)
+        self._reads_chunks = isinstance(model, Model) and model.reads_chunks
         self._parameters = list(parameters.values())
         self._gradients: list[torch.Tensor] = []
-        self._graphs: OrderedDict[Shape, _Captured] = OrderedDict()
-        # Shape -> which masks of attention were asked for.
-        self._seen: dict[Shape, list[tuple[int | None, int | None]]] = {}
-        self._too_large: set[Shape] = set()
+        self._graphs: OrderedDict[_Key, _Captured] = OrderedDict()
+        # Which masks of attention were asked for.
+        self._seen: dict[_Key, list[tuple[int | None, int | None]]] = {}
+        self._too_large: set[_Key] = set()
         self._pool: Any = None
         self._scale = torch.zeros((), device=self._parameters[0].device)
 
@@ -89,23 +100,21 @@ class StepGraphs:
         """
         if batch.num_tokens > self._max_tokens:
             return self._run(batch, torch.full_like(self._scale, scale))
-        length = batch.documents.common_length
-        # Tables of positions are taken whole for one document, and picked token by token for several; they are made
-        # for a power of two of positions.
-        is_single, num_positions = batch.num_documents == 1, (batch.longest_document - 1).bit_length()
-        written = frozenset(() if self._pages is None else self._pages.written)
-        shape = (batch.num_tokens, length, is_single, num_positions, batch.supervised.shape[0], written)
+        shape = shape_of(batch, reads_chunks=self._reads_chunks)
+        if shape[-1] is not None:
+            batch.documents.make_room(batch.tokens_T.device, shape[-1])
+        key = shape, self._written
         self._scale.fill_(scale)
-        captured = self._graphs.get(shape)
+        captured = self._graphs.get(key)
         if captured is None:
-            if shape not in self._seen or shape in self._too_large:
+            if key not in self._seen or key in self._too_large:
                 loss = self._run(batch, self._scale)
-                self._seen[shape] = list(batch.documents.masks)
+                self._seen[key] = list(batch.documents.masks)
                 return loss
-            captured = self._capture(shape, batch)
+            captured = self._capture(key, batch)
         if captured is None:
             return self._run(batch, self._scale)
-        self._graphs.move_to_end(shape)
+        self._graphs.move_to_end(key)
         _overwrite(captured.batch, batch)
         captured.graph.replay()
         if self._pages is not None:
@@ -121,27 +130,31 @@ class StepGraphs:
             self._pages.join()
         return loss.detach()
 
-    def _capture(self, shape: Shape, batch: Batch) -> _Captured | None:
+    @property
+    def _written(self) -> frozenset[int]:
+        return frozenset(() if self._pages is None else self._pages.written)
+
+    def _capture(self, key: _Key, batch: Batch) -> _Captured | None:
         """A graph for a shape; None, and a line in the log, if there is no memory for it."""
         if len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        names = ("tokens_T", "positions_T", "targets_T", "cu_seqlens")
-        static = Batch(*(getattr(batch, name).clone() for name in names)).with_supervised(
-            batch.supervised.clone(), batch.num_targets
-        )
-        for window, chunk in self._seen[shape]:
-            mask = batch.documents.mask(batch.tokens_T.device, window=window, chunk=chunk)
-            static.documents.masks[window, chunk] = type(mask)(mask.first_key.clone(), mask.last_query.clone())
+        static = _copied(batch, self._seen[key])
         # What ran before keeps its memory in the allocator, where a graph's own pool cannot use it.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         if not self._has_room(batch.num_tokens):
-            self._too_large.add(shape)
+            self._too_large.add(key)
             logger.warning(
                 "No memory for a CUDA graph of %d tokens: such micro-batches are launched kernel by kernel.",
                 batch.num_tokens,
             )
             return None
+        graph, loss = self._record(static)
+        captured = self._graphs[key] = _Captured(graph, static, loss, self._written)
+        return captured
+
+    def _record(self, static: Batch) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """The graph of a batch that stays where it is, and the loss that it writes."""
         graph = torch.cuda.CUDAGraph()
         try:
             # "relaxed": a kernel's variant that is needed for the first time may be loaded meanwhile.
@@ -153,9 +166,7 @@ class StepGraphs:
                 raise error.__context__ from None
             raise
         self._pool = graph.pool()
-        written = frozenset(() if self._pages is None else self._pages.written)
-        captured = self._graphs[shape] = _Captured(graph, static, loss, written)
-        return captured
+        return graph, loss
 
     def _has_room(self, num_tokens: int) -> bool:
         """Whether as much as single launches took at their peak is free for the pool of graphs, or it is there."""
@@ -180,10 +191,29 @@ def can_graph(config: TrainConfig, model: LossModule) -> bool:
 
 def max_tokens(model: LossModule) -> int:
     """Tokens of the longest micro-batch of a model that is worth a graph."""
-    has_experts = isinstance(model, Model) and any(
-        isinstance(linear, ExpertLinear) for linear in model.linears.values()
-    )
-    return MAX_TOKENS_OF_EXPERTS if has_experts else MAX_TOKENS
+    if not isinstance(model, Model):
+        return MAX_TOKENS
+    if any(isinstance(linear, ExpertLinear) for linear in model.linears.values()):
+        return MAX_TOKENS_OF_EXPERTS
+    return MAX_TOKENS_OF_DELTA_NETS if model.reads_chunks else MAX_TOKENS
+
+
+def shape_of(batch: Batch, *, reads_chunks: bool) -> Shape:
+    """What decides which graph serves a batch: tokens, the length of all documents if they have the same, whether there
+    is but one, the bits of the last position in the longest, rows of the head, and the documents that tables of chunks
+    have room for (None: nobody reads such tables).
+    """
+    length = batch.documents.common_length
+    # Tables of positions are taken whole for one document, and picked token by token for several; they are made for a
+    # power of two of positions.
+    is_single, num_positions = batch.num_documents == 1, (batch.longest_document - 1).bit_length()
+    room = None
+    if reads_chunks:
+        room = batch.num_documents
+        # Where all have one length, shapes that are alike so far have the same number of them.
+        if length is None:
+            room = max(MIN_DOCUMENTS, 1 << (room - 1).bit_length())
+    return batch.num_tokens, length, is_single, num_positions, batch.supervised.shape[0], room
 
 
 def filled_up(batch: Batch, max_tokens: int = MAX_TOKENS) -> Batch:
@@ -213,6 +243,22 @@ def filled_up(batch: Batch, max_tokens: int = MAX_TOKENS) -> Batch:
     return Batch(tokens_T, positions_T, targets_T, cu_seqlens).with_supervised(supervised)
 
 
+def _copied(batch: Batch, masks: Sequence[tuple[int | None, int | None]]) -> Batch:
+    """A batch at places of its own, with masks of attention (by window and chunk) and the tables of chunks that the
+    batch has.
+    """
+    names = ("tokens_T", "positions_T", "targets_T", "cu_seqlens")
+    static = Batch(*(getattr(batch, name).clone() for name in names)).with_supervised(
+        batch.supervised.clone(), batch.num_targets
+    )
+    for window, chunk in masks:
+        mask = batch.documents.mask(batch.tokens_T.device, window=window, chunk=chunk)
+        static.documents.masks[window, chunk] = type(mask)(mask.first_key.clone(), mask.last_query.clone())
+    for device, chunks in batch.documents.chunk_tables.items():
+        static.documents.chunk_tables[device] = chunks.clone()
+    return static
+
+
 def _overwrite(static: Batch, batch: Batch) -> None:
     """Put a batch where a graph reads."""
     for name in ("tokens_T", "positions_T", "targets_T", "supervised"):
@@ -221,3 +267,5 @@ def _overwrite(static: Batch, batch: Batch) -> None:
         new = batch.documents.mask(batch.tokens_T.device, window=window, chunk=chunk)
         old.first_key.copy_(new.first_key)
         old.last_query.copy_(new.last_query)
+    for device, chunks in static.documents.chunk_tables.items():
+        chunks.copy_(batch.documents.chunks(device))

@@ -79,8 +79,9 @@ def test_a_gpu_gives_logits_and_gradients_of_the_cpu(
 ) -> None:
     monkeypatch.undo()
     found = compare_with_cpu(write_delta(tiny, tmp_path / "tiny.gguf"))
-    # Feed-forward halves or mixtures are the second ones.
-    assert found.is_small and found.num_halves == 2 * len(tiny.is_recurrent), found
+    # Feed-forward halves or mixtures are the second ones; experts with gate and up in one matrix are none.
+    num_kinds = 1 if tiny.has_fused_experts else 2
+    assert found.is_small and found.num_halves == num_kinds * len(tiny.is_recurrent), found
 
 
 @pytest.mark.parametrize("tiny", TINY, ids=lambda tiny: tiny.id)
@@ -157,8 +158,17 @@ def test_documents_run_together_and_memory_is_measured(path: Path) -> None:
     model = loaded(path, "gpu")
     assert [num_halves(model, kind) for kind in (DeltaHalf, AttentionHalf, ExpertHalf)] == [1, 1, 2]
     assert not model.takes_one_document
-    # No formula knows these layers, and what is launched depends on the bounds of documents.
-    assert not model.is_fused and not model.can_capture
+    # No formula knows these layers.
+    assert not model.is_fused
+
+
+def test_what_is_launched_depends_on_shapes_where_delta_nets_run_fused(path: Path) -> None:
+    model = loaded(path, "gpu")
+    assert model.can_capture and model.reads_chunks
+    attach(model, LoraConfig(r=1, lora_dropout=0.5), seed=0)
+    assert not model.can_capture
+    plain = loaded(path, None)
+    assert not plain._program.is_capturable and not plain.reads_chunks
 
 
 def test_dropout_in_a_pair_and_heads_that_no_kernel_takes_leave_the_fused_way(path: Path) -> None:

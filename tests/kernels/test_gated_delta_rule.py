@@ -1,7 +1,7 @@
 import pytest
 import torch
 from pyggtrain.kernels.gated_delta_rule.backward import gated_delta_rule_backward
-from pyggtrain.kernels.gated_delta_rule.chunks import Chunks
+from pyggtrain.kernels.gated_delta_rule.chunks import Chunks, most_chunks
 from pyggtrain.kernels.gated_delta_rule.forward import gated_delta_rule_forward
 from pyggtrain.kernels.reference.cases import DeltaRuleCase
 from pyggtrain.kernels.reference.checks import CHECKS, Check
@@ -27,6 +27,43 @@ def test_backward_takes_what_forward_made(device: torch.device) -> None:
     again = gated_delta_rule_backward(do, *inputs, chunks, scale=0.5)
     for one, other in zip(gated_delta_rule_backward(do, *inputs, chunks, scale=0.5, made=made), again, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_documents"),
+    [((1, 63, 64, 65, 130), 8), ((130, 1), 2), ((64,), 3)],
+    ids=["all", "none more", "one"],
+)
+def test_room_for_more_documents_changes_nothing(
+    lengths: tuple[int, ...], num_documents: int, device: torch.device
+) -> None:
+    inputs, do, bounds = delta_rule_inputs(DeltaRuleCase(lengths, 1, 2, 16, 16), torch.float32, device)
+
+    def results(chunks: Chunks) -> tuple[torch.Tensor, ...]:
+        o, made = gated_delta_rule_forward(*inputs, chunks, scale=0.5)
+        return o, *gated_delta_rule_backward(do, *inputs, chunks, scale=0.5, made=made)
+
+    chunks, roomy = Chunks.from_bounds(bounds, device), Chunks.from_bounds(bounds, device, num_documents=num_documents)
+    assert roomy.num_documents == num_documents and roomy.num_chunks >= chunks.num_chunks
+    for one, other in zip(results(roomy), results(chunks), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_tables_with_room_have_sizes_of_their_own_and_can_be_overwritten() -> None:
+    sizes = set()
+    one = Chunks.from_bounds([0, 192], num_documents=4)
+    for bounds in ([0, 192], [0, 1, 192], [0, 1, 2, 3, 192], [0, 64, 128, 192], [0, 65, 130, 131, 192]):
+        other = Chunks.from_bounds(bounds, num_documents=4)
+        exact = Chunks.from_bounds(bounds)
+        sizes.add(tuple(table.shape for table in other.tables))
+        assert exact.num_chunks == other.first_chunk[-1] <= other.num_chunks
+        for table, wanted, end in zip(other.tables, exact.tables, (192, 192, exact.num_chunks), strict=True):
+            assert torch.equal(table[: wanted.shape[0]], wanted) and (table[wanted.shape[0] :] == end).all()
+        one.copy_(other)
+        assert all(torch.equal(old, new) for old, new in zip(one.tables, other.tables, strict=True))
+    assert len(sizes) == 1
+    # The worst case fills the room.
+    assert Chunks.from_bounds([0, 1, 66, 131, 196]).num_chunks == most_chunks(196, 4)
 
 
 def test_wrong_shapes_are_refused(device: torch.device) -> None:

@@ -161,6 +161,28 @@ def test_packed_documents_are_as_good_as_separate_ones(device: torch.device) -> 
         torch.testing.assert_close(packed[start:end], delta_block(x[start:end], block, alone, pairs, kept=Kept()))
 
 
+@pytest.mark.parametrize(
+    ("is_grouped", "keeps"), [(False, False), (True, True)], ids=["tiled, made again", "grouped, kept"]
+)
+def test_room_for_more_documents_changes_nothing(device: torch.device, is_grouped: bool, keeps: bool) -> None:
+    block, _, pairs = make(device, "xxxx" if is_grouped else "xxxxx", is_grouped=is_grouped)
+    bounds = torch.tensor([0, 1, 66], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(66, WIDTH, generator=generator).to(device) for _ in range(2))
+    x.requires_grad_()
+    parameters = [x, *(half for pair in pairs if pair is not None for half in pair)]
+
+    def results(documents: ops.Documents) -> tuple[torch.Tensor, ...]:
+        y = delta_block(x, block, documents, pairs, kept=Kept(attention=keeps))
+        return y, *torch.autograd.grad(y, parameters, dy)
+
+    documents, roomy = ops.Documents(bounds), ops.Documents(bounds)
+    roomy.make_room(x.device, 4)
+    assert roomy.chunks(x.device).num_chunks > documents.chunks(x.device).num_chunks
+    for one, other in zip(results(roomy), results(documents), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_it_does_not_keep_does_not_change_a_gradient(device: torch.device) -> None:
     block, _, pairs = make(device, "xxxxx")
     x = torch.randn(66, WIDTH, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()

@@ -54,6 +54,15 @@ def chunks_of(lengths):
     return Chunks.from_bounds([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
+def test_room_for_more_documents_changes_nothing():
+    inputs, bounds = inputs_of((3, 66, 64)), [0, 3, 69, 133]
+    results = []
+    for chunks in (Chunks.from_bounds(bounds), Chunks.from_bounds(bounds, num_documents=8)):
+        o = ops.gated_delta_rule(*inputs, chunks, scale=0.7)
+        results.append((o, *torch.autograd.grad(o.square().sum(), inputs)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_gradcheck():
     inputs, chunks = inputs_of((3, 66)), chunks_of((3, 66))
     assert torch.autograd.gradcheck(lambda *x: ops.gated_delta_rule(*x, chunks, scale=0.7), inputs, fast_mode=True)

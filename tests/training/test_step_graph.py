@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from delta_models import TINY, Tiny, batch_of, write_delta
+from dense_models import loaded
 
 from pyggtrain import models
 from pyggtrain.adapters import LoraConfig, attach
@@ -12,7 +14,17 @@ from pyggtrain.gguf import GGUFFile
 from pyggtrain.nn import Batch, Model
 from pyggtrain.ops.fused import Kept
 from pyggtrain.training.paging import Pages
-from pyggtrain.training.step_graph import TARGET_MULTIPLE, TOKEN_MULTIPLE, StepGraphs, filled_up
+from pyggtrain.training.step_graph import (
+    MAX_TOKENS,
+    MAX_TOKENS_OF_DELTA_NETS,
+    MAX_TOKENS_OF_EXPERTS,
+    TARGET_MULTIPLE,
+    TOKEN_MULTIPLE,
+    StepGraphs,
+    filled_up,
+    max_tokens,
+    shape_of,
+)
 
 
 def make_batch(lengths: list[int], seed: int, *, learnt_from: int = 2) -> Batch:
@@ -26,11 +38,17 @@ def make_batch(lengths: list[int], seed: int, *, learnt_from: int = 2) -> Batch:
 
 def trained(path: Path, device: str, **options: Any) -> tuple[Model, dict[str, torch.Tensor]]:
     model = models.load(GGUFFile.open(path), device=device, **options)
-    adapter = attach(model, LoraConfig(r=4), seed=0)
+    return model, with_pairs(model)
+
+
+def with_pairs(model: Model) -> dict[str, torch.Tensor]:
+    """Pairs on all linears of a model, none of them zero."""
+    rank = min(4, *(size for linear in model.linears.values() for size in linear.shape[-2:]))
+    adapter = attach(model, LoraConfig(r=rank), seed=0)
     for index, pair in enumerate(adapter.pairs.values()):
         with torch.no_grad():
             pair.lora_b.copy_(torch.randn(pair.lora_b.shape, generator=torch.Generator().manual_seed(index)) * 0.1)
-    return model, {str(index): parameter for index, parameter in enumerate(adapter.parameters())}
+    return {str(index): parameter for index, parameter in enumerate(adapter.parameters())}
 
 
 def gradients_of(model: Model, parameters: dict[str, torch.Tensor], batch: Batch) -> tuple[float, list[torch.Tensor]]:
@@ -69,6 +87,112 @@ def test_a_last_token_with_a_target_gets_a_filler_beside_it() -> None:
     filled = filled_up(batch)
     assert filled.num_tokens == 2 * TOKEN_MULTIPLE
     assert (filled.targets_T[filled.supervised[batch.num_targets :]] == -100).all()
+
+
+def room_of(*lengths: int) -> int | None:
+    """What a shape says of the tables of chunks."""
+    return shape_of(make_batch(list(lengths), seed=1), reads_chunks=True)[-1]
+
+
+def test_tables_of_chunks_get_room_for_few_different_numbers_of_documents() -> None:
+    assert [room_of(12), room_of(4, 4, 4), room_of(3, 3)] == [1, 3, 2]
+    assert {room_of(12, *[3] * others) for others in range(1, 8)} == {8}
+    assert room_of(12, *[3] * 8) == 16
+
+
+def test_shapes_know_of_chunks_only_where_they_are_read() -> None:
+    batches = [make_batch(lengths, seed=1, learnt_from=1) for lengths in ([12, 4, 4], [5, 9, 6])]
+    assert {shape_of(batch, reads_chunks=False)[:4] for batch in batches} == {(20, None, False, 4)}
+    assert {shape_of(batch, reads_chunks=False)[5] for batch in batches} == {None}
+    one, other = (shape_of(batch, reads_chunks=True) for batch in batches)
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("tiny", "limit"), [(TINY[0], MAX_TOKENS_OF_DELTA_NETS), (TINY[2], MAX_TOKENS_OF_EXPERTS)], ids=["dense", "experts"]
+)
+def test_halves_that_are_slow_to_launch_are_captured_in_longer_batches(
+    tiny: Tiny, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="the fused operations are Triton's")
+    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
+    assert max_tokens(loaded(write_delta(tiny, tmp_path / "tiny.gguf"), "gpu")) == limit > MAX_TOKENS
+
+
+class Replay:
+    """Stands for a CUDA graph: launches from the places that it was made with, knowing the bounds of documents of the
+    batch that it was made from.
+    """
+
+    def __init__(self, graphs: StepGraphs, static: Batch) -> None:
+        self.graphs, self.static = graphs, static
+        self.loss = torch.zeros(())
+
+    def replay(self) -> None:
+        self.loss.copy_(self.graphs._run(self.static, self.graphs._scale))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU, this runs on a CPU")
+def test_what_a_graph_of_delta_nets_reads_is_refilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="the fused operations are Triton's")
+    monkeypatch.setattr("pyggtrain.nn.fused_layer._runs_on_cpu", lambda device: False)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(StepGraphs, "_has_room", lambda self, num_tokens: True)
+    made: list[Replay] = []
+
+    def record(self: StepGraphs, static: Batch) -> tuple[Replay, torch.Tensor]:
+        made.append(Replay(self, static))
+        return made[-1], made[-1].loss
+
+    monkeypatch.setattr(StepGraphs, "_record", record)
+    model = loaded(write_delta(Tiny("qwen35", (True, False), 1, 1, 16), tmp_path / "tiny.gguf"), "gpu")
+    parameters = with_pairs(model)
+    assert model.can_capture and model.reads_chunks
+    graphs = StepGraphs(model, parameters)
+    # A second chunk here and there, and another number of documents.
+    for lengths in ([67, 2], [3, 1, 65], [68, 1]):
+        batch = batch_of(*lengths)
+        rows = torch.cat([batch.supervised, torch.full((67 - batch.num_targets,), 68)])
+        batch = batch.with_supervised(rows, batch.num_targets)
+        graphs.clear()
+        result = graphs.add_gradients(batch, 1 / batch.num_targets)
+        found = [parameter.grad.clone() for parameter in parameters.values() if parameter.grad is not None]
+        if made:
+            loss, expected = gradients_of(model, parameters, batch)
+            assert result.item() == pytest.approx(loss, rel=1e-5)
+            assert error(found, expected) <= 1e-5
+    assert len(made) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tiny", TINY, ids=lambda tiny: tiny.id)
+@pytest.mark.parametrize("policy", ["none", "layers"])
+def test_graphs_of_delta_nets_give_the_gradients_of_single_launches(tiny: Tiny, policy: str, tmp_path: Path) -> None:
+    path = write_delta(tiny, tmp_path / "tiny.gguf")
+    exact, exact_parameters = trained(path, "cuda", dtype=torch.float32, compute="exact")
+    model, parameters = trained(path, "cuda")
+    assert model.can_capture and model.reads_chunks
+    model.checkpoint_policy = policy
+    graphs = StepGraphs(model, parameters)
+    # Four shapes of 256 tokens: room for 8 documents, for 1, for 4, and for 8 of which the longest has more than 128
+    # tokens. Two batches get a filler.
+    different = [[100, 90, 66], [65, 127, 62, 2], [70, 2, 3, 64, 63, 54], [64, 128, 64], [100, 127]]
+    one, equal, longer = [[256]] * 3, [[64] * 4] * 3, [[129, 127], [2, 190, 64], [200, 31], [254, 2]]
+    for seed, lengths in enumerate([*different, *one, *equal, *longer, *different]):
+        batch = filled_up(make_batch(lengths, seed, learnt_from=1)).to("cuda")
+        assert batch.num_tokens == batch.supervised.shape[0] == 256
+        loss, expected = gradients_of(exact, exact_parameters, batch)
+        launched_loss, launched = gradients_of(model, parameters, batch)
+        graphs.clear()
+        result = graphs.add_gradients(batch, 1 / batch.num_targets)
+        assert result.item() == pytest.approx(loss, rel=5e-2)
+        assert result.item() == pytest.approx(launched_loss, rel=2e-2)
+        graphed = [parameter.grad for parameter in parameters.values()]
+        # A router's choice that lies on the edge may fall to the other side in either.
+        assert error(graphed, expected) <= 1.5 * error(launched, expected) + 1e-2
+    assert len(graphs._graphs) == 4
 
 
 @pytest.mark.gpu
