@@ -113,7 +113,7 @@ def test_steps_are_those_without_paging(
     expected = take(plain, plain_model, range(4), num_micro_batches)
     results = take(paged, model, range(4), num_micro_batches)
     for result, one in zip(results, expected, strict=True):
-        assert result.loss == one.loss
+        assert result.loss == pytest.approx(one.loss, rel=1e-6)
         assert result.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
     # Norms are summed in another order, so clipping differs in the last bit.
     assert torch.allclose(model.values(), plain_model.values(), rtol=1e-5, atol=1e-7)
