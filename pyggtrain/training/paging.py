@@ -113,9 +113,10 @@ class Pages:
         self.join()
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """What the optimiser keeps for a parameter, its large tensors on the host and whole."""
+        """What the optimiser keeps for a parameter, its large tensors copied, in ordinary host memory."""
         self._down.finish()
-        return dict(self._kept[self._index[parameter]])
+        kept = self._kept[self._index[parameter]]
+        return {name: value.clone() if _is_paged(value) else value for name, value in kept.items()}
 
     def set_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Take over what `state_of` returned in another run."""
@@ -291,7 +292,7 @@ class _HostMemory:
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A place for a tensor's numbers."""
         if self._used + tensor.nbytes > self._slab.numel():
-            size = max(_SLAB_BYTES, tensor.nbytes) if self._is_pinned else tensor.nbytes
+            size = max(_SLAB_BYTES, tensor.nbytes)
             self._slab = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
             self._used = 0
         place = self._slab[self._used : self._used + tensor.nbytes]

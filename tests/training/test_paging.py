@@ -96,6 +96,7 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several windows, several gradients that are waited for."""
     monkeypatch.setattr(paging, "_WINDOW_BYTES", 40_000)
     monkeypatch.setattr(paging, "_MAX_BEHIND_BYTES", 10_000)
+    monkeypatch.setattr(paging, "_SLAB_BYTES", 100_000)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -115,8 +116,9 @@ def test_steps_are_those_without_paging(
     for result, one in zip(results, expected, strict=True):
         assert result.loss == pytest.approx(one.loss, rel=1e-6)
         assert result.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
-    # Norms are summed in another order, so clipping differs in the last bit.
-    assert torch.allclose(model.values(), plain_model.values(), rtol=1e-5, atol=1e-7)
+    # Norms are summed in another order, so clipping differs in the last bit, which may be one code of a moment.
+    atol = 1e-3 if optim.endswith("8bit") else 1e-7
+    assert torch.allclose(model.values(), plain_model.values(), rtol=1e-5, atol=atol)
     if settings.get("max_grad_norm") == 0:
         assert torch.equal(model.values(), plain_model.values())
     assert all(parameter.grad is None for parameter in model.named.values())
@@ -130,6 +132,8 @@ def test_state_continues_bit_for_bit_through_a_file(device: str, optim: str) -> 
     take(optimizer, model, range(3))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
+    # Not the slabs that it was taken from.
+    assert file.tell() < 1.5 * sum(part.nbytes for part in model.named.values()) * (0.6 if "8bit" in optim else 2)
     file.seek(0)
     resumed_model = copy.deepcopy(model)
     resumed_model.named = {name: torch.nn.Parameter(part.detach().clone()) for name, part in model.named.items()}
