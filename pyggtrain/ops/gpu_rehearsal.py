@@ -57,8 +57,7 @@ _MAKERS = (
     *("randperm", "tensor", "as_tensor", "scalar_tensor", "empty_like", "zeros_like", "ones_like", "full_like"),
     *("rand_like", "randn_like"),
 )
-# Storages of the host without memory, by the address of torch's own record. A model keeps some from one rehearsal to the
-# next.
+# Storages of the host without memory, by the address of torch's own record. A model keeps some between rehearsals.
 _host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 _METHODS = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor")
 
@@ -402,7 +401,7 @@ class _Kernel:
 @contextmanager
 def _with_triton() -> Iterator[None]:
     if importlib.util.find_spec("triton") is not None:
-        import triton  # noqa: F401
+        import triton
 
         yield
         return

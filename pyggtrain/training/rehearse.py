@@ -66,7 +66,6 @@ class Trace:
             totals[self.parts[buffer]] = totals.get(self.parts[buffer], 0) + sign * self.sizes[buffer]
         return totals
 
-
     def peak_outside_graph(self) -> tuple[int, int]:
         """What a CUDA graph of forward and backward has at its peak, and the most bytes that are there in the same step
         without it: a graph's memory stays its own, so both are there at the same time.
@@ -154,8 +153,8 @@ class Tape:
         return [buffer for buffer, _ in self._alive.values()]
 
     def lasting(self) -> list[torch.UntypedStorage]:
-        """The storages that are there."""
-        found = [reference() for _, reference in self._alive.values()]
+        """The storages that are there and are called no more than "activations"."""
+        found = [reference() for buffer, reference in self._alive.values() if self.parts[buffer] == ACTIVATIONS]
         return [storage for storage in found if storage is not None]
 
     def _buffer_of(self, tensor: torch.Tensor) -> int:
@@ -250,10 +249,11 @@ class Rehearsal:
             kept: of each layer, where a GPU runs all of them fused; None: as the policy says.
         """
         tape = self._tape.fork()
-        for storage in self._last.lasting():
-            # Tables that the model has made in an earlier trace, and keeps.
-            tape.made(storage, "")
-        self._last = tape
+        if self._is_on_gpu:
+            for storage in self._last.lasting():
+                # Tables that the model has made in an earlier trace, and keeps. On a CPU it makes them each time.
+                tape.made(storage, "")
+            self._last = tape
         self.model.checkpoint_policy = policy
         self.model.kept = kept
         batch = Batch.from_documents(documents)
