@@ -11,7 +11,9 @@ The host's memory is not counted. Small tensors there are real, since bounds of 
 size, pinned memory and the file's own blocks have no memory either, and copying them to the GPU makes a buffer there.
 """
 
+import importlib
 import importlib.util
+import pkgutil
 import sys
 import warnings
 import weakref
@@ -25,7 +27,7 @@ from torch.nn import functional
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyggtrain import _bridge
+from pyggtrain import _bridge, kernels
 from pyggtrain.gguf import file as gguf_file
 from pyggtrain.ops import product_choice, workspace
 from pyggtrain.ops.rehearsal import (
@@ -46,6 +48,8 @@ GPU = torch.device("cuda", 0)
 _META = torch.device("meta")
 _CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _ATEN = torch.ops.aten
+# Kernels' references, which no run needs.
+_NOT_RUN = f"{kernels.__name__}.reference"
 _TENSOR = torch._C.TensorBase
 # Floats and bytes on the host from this size on have no memory: nothing but integers decides sizes.
 _LARGE_BYTES = 1 << 16
@@ -118,13 +122,11 @@ class _ToldOfGpu(TorchDispatchMode):
         are_hosts = [self._is_of_host(tensor) for tensor in bare]
         if func is _ATEN.copy_.default and are_hosts == [True, False]:
             self._on_sent(bare[1].numel() * bare[1].itemsize)
-        if func is _ATEN._scaled_mm.out:
-            return kwargs["out"]
+        if func in _FAKES:
+            return self._tell(_FAKES[func](self._tell, *args, **kwargs))
         if has_device(func):
             kwargs = kwargs | {"device": _META}
-        scratch = self._tell(_scratch_of(func, args))
         result = func(*args, **kwargs)
-        del scratch
         goes_to_host = device is not None and not is_asked_for
         if goes_to_host or (all(are_hosts) and not is_asked_for):
             if all(are_hosts) or not _shares_memory(result, bare):
@@ -166,10 +168,13 @@ def gpu_rehearsal(on_new: NewStorage, on_sent: Callable[[int], None] = lambda nu
         on_new: hears of every storage that is made on the GPU.
         on_sent: hears of the bytes of each copy from the GPU to the host.
     """
+    # torch imports its compiler at some operation without memory; not while its functions are others.
+    import torch._dynamo  # noqa: F401
+
     told = _ToldOfGpu(on_new, on_sent)
     with (
         workspace.set_aside(),
-        _with_triton(),
+        _with_kernels(),
         warnings.catch_warnings(),
         replaced([*_of_torch(told), *_of_the_card(), *_of_ours()]),
         _own_grids(),
@@ -185,12 +190,48 @@ def _shares_memory(result: Any, tensors: Sequence[torch.Tensor]) -> bool:
     return any(tensor.untyped_storage()._cdata in known for tensor in tensors_in((result,)))
 
 
-def _scratch_of(func: Any, args: Any) -> torch.Tensor | None:
-    """What a library asks torch for besides its results."""
-    if func is _ATEN._scaled_dot_product_cudnn_attention_backward.default:
-        # The gradient of q is summed in float32.
-        return torch.empty(args[1].shape, dtype=torch.float32, device=_META)
-    return None
+_Tell = Callable[[Any], Any]
+
+
+def _mm_dtype(tell: _Tell, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=_META)
+
+
+def _given_out(tell: _Tell, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return out
+
+
+def _cudnn_attention(tell: _Tell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The output, laid out as q, logsumexp, and the state of random numbers."""
+    logsumexp = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=_META)
+    seed, offset = (torch.empty((), dtype=torch.int64, device=_META) for _ in range(2))
+    return torch.empty_like(q), logsumexp, None, None, q.shape[2], k.shape[2], seed, offset, None
+
+
+def _cudnn_attention_backward(
+    tell: _Tell, d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    # The gradient of q is summed in float32, in memory that the library asks torch for.
+    scratch = tell(torch.empty(q.shape, dtype=torch.float32, device=_META))
+    gradients = tell(tuple(torch.empty_like(x) for x in (q, k, v)))
+    del scratch
+    return gradients
+
+
+def _nonzero(tell: _Tell, x: torch.Tensor) -> torch.Tensor:
+    """As if nothing were zero: a count that only a run would know."""
+    return torch.empty(x.numel(), x.dim(), dtype=torch.int64, device=_META)
+
+
+# What has no form without memory in each torch, or not a GPU's.
+_FAKES = {
+    _ATEN.nonzero.default: _nonzero,
+    _ATEN.mm.dtype: _mm_dtype,
+    _ATEN.mm.dtype_out: _given_out,
+    _ATEN._scaled_mm.out: _given_out,
+    _ATEN._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
+    _ATEN._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
+}
 
 
 def _is_gpu(device: Any) -> bool:
@@ -348,7 +389,7 @@ def _of_triton() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
         return call
 
-    if isinstance(sys.modules["triton"], _StandIn):
+    if importlib.util.find_spec("triton") is None:
         return []
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -399,12 +440,12 @@ class _Kernel:
 
 
 @contextmanager
-def _with_triton() -> Iterator[None]:
+def _with_kernels() -> Iterator[None]:
+    """Where there is no Triton, kernels are imported with something in its place, and are gone afterwards."""
     if importlib.util.find_spec("triton") is not None:
-        import triton
-
         yield
         return
+    known = dict(sys.modules)
     triton, language = _StandIn("triton"), _StandIn("triton.language")
     parts = {
         "jit": _Kernel,
@@ -413,14 +454,21 @@ def _with_triton() -> Iterator[None]:
         "next_power_of_2": lambda n: 1 << max(0, n - 1).bit_length(),
     }
     vars(triton).update(parts)
-    known = dict(sys.modules)
     sys.modules |= {"triton": triton, "triton.language": language}
     try:
+        for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+            if not module.name.startswith(_NOT_RUN):
+                importlib.import_module(module.name)
+        # torch looks for the real one.
+        _put_back(known, ("triton",))
         yield
     finally:
-        # Kernels that were imported with it go too: nothing but a rehearsal may run them.
-        for name in [name for name in sys.modules if name.startswith(("pyggtrain.kernels.", "triton"))]:
-            if name in known:
-                sys.modules[name] = known[name]
-            else:
-                del sys.modules[name]
+        _put_back(known, ("triton", f"{kernels.__name__}."))
+
+
+def _put_back(known: dict[str, ModuleType], prefixes: tuple[str, ...]) -> None:
+    for name in [name for name in sys.modules if name.startswith(prefixes)]:
+        if name in known:
+            sys.modules[name] = known[name]
+        else:
+            del sys.modules[name]

@@ -338,10 +338,11 @@ class RehearsedOnGpu:
 
     Args:
         rehearsal: for a GPU.
+        kept: of each layer, to be rehearsed whatever the policy says; None: as that says.
     """
 
-    def __init__(self, rehearsal: Rehearsal) -> None:
-        self._rehearsal = rehearsal
+    def __init__(self, rehearsal: Rehearsal, kept: Sequence[Kept] | None = None) -> None:
+        self._rehearsal, self._kept = rehearsal, kept
         self._traces: dict[tuple[str, int, int], Trace] = {}
 
     def parts(self, policy: str, documents: Sequence[Document]) -> dict[str, int]:
@@ -362,7 +363,7 @@ class RehearsedOnGpu:
     def _trace(self, policy: str, documents: Sequence[Document]) -> Trace:
         key = policy, len(documents), sum(len(ids) for ids, _ in documents)
         if key not in self._traces:
-            self._traces[key] = self._rehearsal.trace(policy, documents)
+            self._traces[key] = self._rehearsal.trace(policy, documents, kept=self._kept)
         return self._traces[key]
 
 
