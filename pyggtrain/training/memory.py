@@ -115,7 +115,7 @@ class MemoryPlan:
 
     def advice(self) -> str:
         """What to lower when that is too much."""
-        other = "" if self.policy in ("layers", "offload") else ", or set gradient_checkpointing to layers"
+        other = ", or set gradient_checkpointing to layers" if self.policy in ("none", "matmuls") else ""
         paged = self.parts.get(GRADIENTS, 0) + self.parts.get(OPTIMISER, 0)
         if self.can_page and paged > _MUCH * self.total_bytes:
             other += f", or set optim to paged_adamw_8bit: gradients and optimiser take {mib(paged)}"
