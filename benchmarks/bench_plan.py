@@ -1,10 +1,14 @@
 """The peak memory that a run foretells, against the peak that its process then has.
 
     python benchmarks/bench_plan.py [--threads 1] [--output benchmarks/results/plan.jsonl]
+    python benchmarks/bench_plan.py --device cuda [--output benchmarks/results/gpu_plan.jsonl]
 
 Each setting is a run of its own process: `prepare` plans from the header, then the trainer takes two steps on rows of
 exactly the planned length. Measured is the largest resident set of the process (VmHWM), set back before the first step,
 so base file, libraries and Python are part of both numbers. Linux only.
+
+On a GPU (gpu_plans.py) models of true shapes with random weights take four steps, and what torch's allocator gave out
+and reserved at most is compared with the plan from a header whose weights are holes. The plan is for what is reserved.
 """
 
 import argparse
@@ -94,19 +98,58 @@ def measure(settings: dict[str, Any], threads: int) -> dict[str, Any]:
     return {"planned_mib": plan.total_bytes / 2**20, "measured_mib": measured, "before_mib": baseline, "parts": parts}
 
 
+GPU_ROW = "{:<46}{:>9}{:>9}{:>11}{:>10}{:>8}{:>7}"
+
+
+def compare_on_gpu(names: list[str], output: Path | None) -> int:
+    """Each setting in a process of its own, so that none inherits what another's allocator holds."""
+    print(GPU_ROW.format("setting, GiB", "planned", "formula", "allocated", "reserved", "error", "graph"))
+    worst, num_failed = 0.0, 0
+    for name in names:
+        command = [sys.executable, __file__, "--device", "cuda", "--child", name]
+        child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if child.returncode:
+            num_failed += 1
+            print(f"{name}: failed", flush=True)
+            continue
+        result = json.loads(child.stdout.splitlines()[-1])
+        error = result["planned_gib"] / result["reserved_gib"] - 1
+        worst = max(worst, abs(error))
+        formula = "" if result["formula_gib"] is None else f"{result['formula_gib']:.2f}"
+        sizes = (result["allocated_gib"], result["reserved_gib"])
+        is_graph = "yes" if result["is_cuda_graph"] else "no"
+        cells = (f"{result['planned_gib']:.2f}", formula, *(f"{size:.2f}" for size in sizes), f"{error:+.1%}", is_graph)
+        print(GPU_ROW.format(name, *cells), flush=True)
+        if output:
+            with output.open("a") as file:
+                file.write(json.dumps({"benchmark": "gpu_plan", "setting": name, **result}) + "\n")
+    print(f"worst error: {worst:.1%}; {num_failed} settings failed")
+    return 0 if worst <= 0.05 and not num_failed else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", nargs="+", help="settings, all if none is named")
     parser.add_argument("--output", type=Path, help="append one JSON line per setting")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        # Needs Triton and a GPU.
+        from gpu_plans import PLANS, compare
+        from measure import environment
+
+        if arguments.child:
+            print(json.dumps(compare(arguments.child) | environment()))
+            return 0
+        return compare_on_gpu(arguments.only or list(PLANS), arguments.output)
     if arguments.child:
         print(json.dumps(measure(SETTINGS[arguments.child], arguments.threads)))
         return 0
     print(ROW.format("setting", "planned", "measured", "error", "new, plan", "new, real", "error"))
     worst = 0.0
-    for name in arguments.only:
+    for name in arguments.only or SETTINGS:
         command = [sys.executable, __file__, "--threads", str(arguments.threads), "--child", name]
         child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         result = json.loads(child.stdout.splitlines()[-1])

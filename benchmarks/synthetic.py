@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_shapes import ModelShape
+from model_shapes import Layout, ModelShape
 from pyggtrain.kernels.reference.cases import random_blocks
 
 from pyggtrain.gguf import DeferredTensor, GGUFFile, QuantTensor, writer
@@ -49,6 +49,48 @@ class LlamaShape:
                 return "Q4_K"
             return "IQ3_S" if kind == "attn_output" or (kind == "ffn_down" and layer < first) else "IQ2_S"
         raise ValueError(f"mix {self.mix!r}: needed Q4_K_M or IQ2_M")
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return {
+            "general.architecture": "llama",
+            "llama.block_count": self.block_count,
+            "llama.context_length": 131072,
+            "llama.embedding_length": self.embedding_length,
+            "llama.feed_forward_length": self.feed_forward_length,
+            "llama.attention.head_count": self.head_count,
+            "llama.attention.head_count_kv": self.head_count_kv,
+            "llama.attention.layer_norm_rms_epsilon": 1e-5,
+            "llama.rope.freq_base": 500000.0,
+            "llama.rope.dimension_count": self.head_size,
+            "llama.vocab_size": self.vocabulary,
+        }
+
+    @property
+    def tensors(self) -> dict[str, Layout]:
+        """Type and shape of each."""
+        width, ff, kv = self.embedding_length, self.feed_forward_length, self.head_count_kv * self.head_size
+        num_q = self.head_count * self.head_size
+        layouts: dict[str, Layout] = {
+            "token_embd.weight": ("IQ2_S" if self.mix == "IQ2_M" else "Q4_K", (self.vocabulary, width)),
+            "output.weight": ("Q6_K" if self.mix == "Q4_K_M" else "Q5_K", (self.vocabulary, width)),
+            "output_norm.weight": ("F32", (width,)),
+        }
+        sizes = {
+            "attn_q": (num_q, width),
+            "attn_k": (kv, width),
+            "attn_v": (kv, width),
+            "attn_output": (width, num_q),
+            "ffn_gate": (ff, width),
+            "ffn_up": (ff, width),
+            "ffn_down": (width, ff),
+        }
+        for layer in range(self.block_count):
+            for kind, shape in sizes.items():
+                layouts[f"blk.{layer}.{kind}.weight"] = (self.type_of(layer, kind), shape)
+            for kind in ("attn_norm", "ffn_norm"):
+                layouts[f"blk.{layer}.{kind}.weight"] = ("F32", (width,))
+        return layouts
 
 
 LLAMA_3_1_8B = LlamaShape("Llama-3.1-8B Q4_K_M", 32, 4096, 14336, 32, 8, 128, 128256, "Q4_K_M")
@@ -94,40 +136,13 @@ class SyntheticFile:
         self.shape = shape
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
-        width, ff, kv = shape.embedding_length, shape.feed_forward_length, shape.head_count_kv * shape.head_size
-        num_q = shape.head_count * shape.head_size
-        self.metadata: dict[str, Any] = {
-            "general.architecture": "llama",
-            "llama.block_count": shape.block_count,
-            "llama.context_length": 131072,
-            "llama.embedding_length": width,
-            "llama.feed_forward_length": ff,
-            "llama.attention.head_count": shape.head_count,
-            "llama.attention.head_count_kv": shape.head_count_kv,
-            "llama.attention.layer_norm_rms_epsilon": 1e-5,
-            "llama.rope.freq_base": 500000.0,
-            "llama.rope.dimension_count": shape.head_size,
-            "llama.vocab_size": shape.vocabulary,
-        }
+        self.metadata: dict[str, Any] = shape.metadata
         self.tensors: dict[str, QuantTensor] = {}
-        small = "IQ2_S" if shape.mix == "IQ2_M" else "Q4_K"
-        self._add("token_embd.weight", small, shape.vocabulary, width)
-        self._add("output.weight", "Q6_K" if shape.mix == "Q4_K_M" else "Q5_K", shape.vocabulary, width)
-        self._add_norm("output_norm.weight", width)
-        sizes = {
-            "attn_q": (num_q, width),
-            "attn_k": (kv, width),
-            "attn_v": (kv, width),
-            "attn_output": (width, num_q),
-            "ffn_gate": (ff, width),
-            "ffn_up": (ff, width),
-            "ffn_down": (width, ff),
-        }
-        for layer in range(shape.block_count):
-            for kind, (rows, columns) in sizes.items():
-                self._add(f"blk.{layer}.{kind}.weight", shape.type_of(layer, kind), rows, columns)
-            for kind in ("attn_norm", "ffn_norm"):
-                self._add_norm(f"blk.{layer}.{kind}.weight", width)
+        for name, (type, sizes) in shape.tensors.items():
+            if type == "F32":
+                self._add_norm(name, *sizes)
+            else:
+                self._add(name, type, *sizes)
 
     @property
     def file_bytes(self) -> int:
@@ -145,6 +160,18 @@ class SyntheticFile:
         self.tensors[name] = QuantTensor(name, "F32", (width,), values.view(torch.uint8))
 
 
+def write_header(path: Path, metadata: Mapping[str, Any], layouts: Mapping[str, Layout]) -> None:
+    """Write a file whose weights are holes, which take no room."""
+
+    def produce() -> torch.Tensor:
+        raise AssertionError("never written")
+
+    tensors = [DeferredTensor(name, type, shape, produce) for name, (type, shape) in layouts.items()]
+    path.write_bytes(writer._header(metadata, tensors, 32))
+    num_bytes = sum(writer._padded(writer._num_bytes(tensor), 32) for tensor in tensors)
+    os.truncate(path, path.stat().st_size + num_bytes)
+
+
 class HeaderFile(GGUFFile):
     """An opened GGUF file whose header is on disk, for llama.cpp to build its graph from, and whose weights are holes:
     those that a model gets are on the GPU.
@@ -156,13 +183,7 @@ class HeaderFile(GGUFFile):
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], placed: Mapping[str, QuantTensor]) -> None:
-        def produce() -> torch.Tensor:
-            raise AssertionError("never written")
-
-        tensors = [DeferredTensor(tensor.name, tensor.type, tensor.shape, produce) for tensor in placed.values()]
-        path.write_bytes(writer._header(metadata, tensors, 32))
-        num_bytes = sum(writer._padded(writer._num_bytes(tensor), 32) for tensor in tensors)
-        os.truncate(path, path.stat().st_size + num_bytes)
+        write_header(path, metadata, {tensor.name: (tensor.type, tensor.shape) for tensor in placed.values()})
         super().__init__(path)
         self.placed = placed
 

@@ -9,11 +9,10 @@ is computed from these alone is computed. Two answers are assumed, since they wo
 is 1, and a router spreads its tokens evenly over a few experts. One expert's buffers are gone before the next one's are
 made, so that going over all of hundreds would take long and find less than a real router's favourites need.
 
-A GPU's run is not rehearsed: its code asks tensors where they lie, launches kernels and streams, and its own allocator
-tells what it needs (`training.memory.MeasuredNeed`).
+This is a CPU's run. A GPU's is rehearsed by `ops.gpu_rehearsal`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -30,9 +29,10 @@ NewStorage = Callable[[torch.UntypedStorage, str], None]
 """Told of each storage that is made: the storage, and the innermost operation of this package that made it ("" outside
 of them). A storage may be told of more than once."""
 
-_NAMESPACE = "pyggtrain"
-_TO_NUMBER = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+NAMESPACE = "pyggtrain"
+TO_NUMBER = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _BUSY_EXPERTS = 8
+_INHERITED: Any = object()
 _CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # torch.nn.attention.SDPBackend.FLASH_ATTENTION, whose import would cost a second.
 _FLASH = 1
@@ -58,30 +58,30 @@ class _Told(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = list(tensors_in((*args, *kwargs.values())))
         bare = [tensor for tensor in tensors if tensor.is_meta]
         if tensors and not bare:
             return func(*args, **kwargs)
-        if func.namespace == _NAMESPACE:
+        if func.namespace == NAMESPACE:
             return self._run_kernel(func, args, kwargs)
-        if func in _TO_NUMBER:
+        if func in TO_NUMBER:
             return 1.0 if bare[0].is_floating_point() else 1
         if func is torch.ops.aten.searchsorted.Tensor:
             return _bounds(args[0].numel(), args[1].numel())
         if len(bare) < len(tensors):
-            args, kwargs = _map_tensors(_taken_in, args), _map_tensors(_taken_in, kwargs)
+            args, kwargs = map_tensors(taken_in, args), map_tensors(taken_in, kwargs)
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
             # torch sees another device where none is: nothing is to be copied.
             return torch.ops.aten.alias.default(args[0])
-        if _has_device(func):
+        if has_device(func):
             kwargs = kwargs | {"device": "meta"}
         result = func(*args, **kwargs)
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in((result,)):
             self._on_new(tensor.untyped_storage(), self._operations[-1])
         return result
 
     def _run_kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._operations.append(func._schema.name.removeprefix(f"{_NAMESPACE}::"))
+        self._operations.append(func._schema.name.removeprefix(f"{NAMESPACE}::"))
         try:
             with self:
                 return func.redispatch(_CPU_KERNEL, *args, **kwargs)
@@ -99,29 +99,29 @@ def rehearsal(on_new: NewStorage) -> Iterator[None]:
         yield
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 @cache
-def _has_device(func: Any) -> bool:
+def has_device(func: Any) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
-def _taken_in(tensor: torch.Tensor) -> torch.Tensor:
+def taken_in(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else without_memory(tensor)
 
 
-def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(change, item) for item in value)
-    return {name: _map_tensors(change, item) for name, item in value.items()} if isinstance(value, dict) else value
+        return type(value)(map_tensors(change, item) for item in value)
+    return {name: map_tensors(change, item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _bounds(num_rows: int, num_bounds: int) -> torch.Tensor:
@@ -131,11 +131,11 @@ def _bounds(num_rows: int, num_bounds: int) -> torch.Tensor:
         return torch.arange(num_bounds).clamp(max=num_busy) * num_rows // num_busy
 
 
-def _silent(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def silent(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A function of compiled code that returns at once when it is given a tensor without memory."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(tensor.is_meta for tensor in _tensors((*args, *kwargs.values()))):
+        if any(tensor.is_meta for tensor in tensors_in((*args, *kwargs.values()))):
             return None
         return compiled(*args, **kwargs)
 
@@ -158,7 +158,7 @@ def _cpu_attention(attention: Callable[..., torch.Tensor]) -> Callable[..., torc
     return call
 
 
-def _to_numbers(to_list: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+def to_numbers(to_list: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
     def call(tensor: torch.Tensor) -> Any:
         if not tensor.is_meta:
             return to_list(tensor)
@@ -168,7 +168,7 @@ def _to_numbers(to_list: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tenso
     return call
 
 
-def _with_meta(fused_devices: Callable[[], list[str]]) -> Callable[[], list[str]]:
+def with_meta(fused_devices: Callable[[], list[str]]) -> Callable[[], list[str]]:
     """torch's fused optimisers run on meta tensors, but the list of devices does not say so."""
     return lambda: [*fused_devices(), "meta"]
 
@@ -177,17 +177,28 @@ def _with_meta(fused_devices: Callable[[], list[str]]) -> Callable[[], list[str]
 def _prepared() -> Iterator[None]:
     """Put these functions in the place of others. For real tensors, in other threads too, they do what those do."""
     changes: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (_bridge, "dequantize", _silent),
-        (_bridge, "mul_mat", _silent),
+        (_bridge, "dequantize", silent),
+        (_bridge, "mul_mat", silent),
         (functional, "scaled_dot_product_attention", _cpu_attention),
-        (torch.Tensor, "tolist", _to_numbers),
-        (torch_optimizer, "_get_fused_kernels_supported_devices", _with_meta),
+        (torch.Tensor, "tolist", to_numbers),
+        (torch_optimizer, "_get_fused_kernels_supported_devices", with_meta),
     ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    with replaced(changes):
+        yield
+
+
+@contextmanager
+def replaced(changes: Sequence[tuple[Any, str, Callable[[Any], Any]]]) -> Iterator[None]:
+    """Inside, attributes have other values: (owner, name, from the old value to the new one)."""
+    # What an owner only inherits is taken away again.
+    originals = [(owner, name, vars(owner).get(name, _INHERITED)) for owner, name, _ in changes]
     for owner, name, change in changes:
         setattr(owner, name, change(getattr(owner, name)))
     try:
         yield
     finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
+        for owner, name, original in reversed(originals):
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)

@@ -1,7 +1,8 @@
-"""What a step of a fused model takes on a GPU, and how much of it may be kept for what memory there is.
+"""What a step takes on a GPU, and how much of a fused model's activations may be kept for what memory there is.
 
 The buffers of a fused layer are few and known (`ops.fused`), so the peak is found by walking over a step in the order
-in which it makes and frees them. Everything is in bytes.
+in which it makes and frees them: quick enough to try hundreds of choices. Any model's step can be rehearsed instead
+(`RehearsedOnGpu`), from the header alone. Everything is in bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from pyggtrain.errors import UnsupportedError
+from pyggtrain.gguf import GGUFFile
 from pyggtrain.nn import GPU_POLICIES, FusedLayer, Model, QuantLinear, kept_by
 from pyggtrain.ops import workspace
 from pyggtrain.ops.fused import Kept
@@ -17,10 +19,18 @@ from pyggtrain.ops.fused.feed_forward import MAX_TOKENS
 from pyggtrain.ops.fused.linear_group import padding_of
 from pyggtrain.ops.linear_cross_entropy import IGNORED, gpu_chunk
 from pyggtrain.training.config import TrainConfig, size_in_bytes
-from pyggtrain.training.memory import USABLE, MemoryPlan, free_memory_bytes, micro_batch_sizes, relative_time
+from pyggtrain.training.memory import (
+    ALLOCATOR,
+    USABLE,
+    MemoryPlan,
+    free_memory_bytes,
+    micro_batch_sizes,
+    relative_time,
+)
 from pyggtrain.training.objectives import Document
-from pyggtrain.training.optimizers import device_bytes
-from pyggtrain.training.rehearse import ACTIVATIONS, ADAPTER, BASE, GRADIENTS, OPTIMISER
+from pyggtrain.training.optimizers import PAGED, device_bytes, host_bytes
+from pyggtrain.training.rehearse import ACTIVATIONS, ADAPTER, BASE, GRADIENTS, OPTIMISER, Rehearsal, Trace
+from pyggtrain.training.step_graph import POOL_FACTOR
 
 _HALF = 2
 # torch's allocator rounds sizes up and cannot join all that is free; the libraries' own workspaces lie there too.
@@ -33,6 +43,8 @@ _SLACK = 1.01
 _GATE_UP_TIME, _WEIGHTS_TIME, _ATTENTION_TIME = 0.13, 0.02, 0.06
 # The libraries' workspaces, and tensors that are not named here; fitted to the same eight settings.
 _FIXED = 160 << 20
+GRAPH = "CUDA graph"
+_LEANEST = Kept(attention=False, on_host=True)
 
 
 @dataclass(frozen=True)
@@ -190,12 +202,98 @@ def fitting(sizes: FusedSizes, limit: int, step: StepSizes) -> list[Kept] | None
         return fused_peak(sizes, choice(base, gate_up, weights), step) <= limit
 
     # On the card only with gate and up of every layer: else that memory does more for gate and up.
-    for base, least in ((Kept(), count), (Kept(on_host=True), 0), (Kept(attention=False, on_host=True), 0)):
+    for base, least in ((Kept(), count), (Kept(on_host=True), 0), (_LEANEST, 0)):
         if fits(base, least, 0):
             gate_up = max(number for number in range(least, count + 1) if fits(base, number, 0))
             weights = range(count + 1) if gate_up == count else range(1)
             return choice(base, gate_up, max(number for number in weights if fits(base, gate_up, number)))
     return None
+
+
+def kept_on_host(sizes: FusedSizes, kept: Sequence[Kept], num_tokens: int) -> int:
+    """Bytes that wait in the host's memory between forward and backward."""
+    of_attention = (sizes.qkv + sizes.attention) * _HALF
+    inputs = 2 * sizes.width * _HALF
+    return sum(num_tokens * (inputs + (of_attention if one.attention else 0)) for one in kept if one.on_host)
+
+
+@dataclass(frozen=True)
+class FusedSetting:
+    """A way to run a fused model.
+
+    Attributes:
+        plan: what it takes.
+        kept: by each layer; None: even the leanest choice does not fit, and `plan` is that one's.
+        time: of a token, relative to keeping all without cutting a step up.
+    """
+
+    plan: MemoryPlan
+    kept: list[Kept] | None
+    time: float
+
+    @property
+    def fits(self) -> bool:
+        return self.kept is not None and self.plan.fits
+
+
+def fused_settings(
+    sizes: FusedSizes,
+    config: TrainConfig,
+    longest: Callable[[int], Sequence[Document]],
+    *,
+    base: int,
+    num_parameters: int,
+    free: int | None,
+) -> list[FusedSetting]:
+    """The settings of a fused model that a run may take: one for each size of a micro-batch, the fastest first.
+
+    Args:
+        sizes: of the model.
+        config: settings; "auto" and unset ones are chosen here.
+        longest: number of rows -> documents of the longest micro-batch of so many.
+        base: bytes of the loaded base.
+        num_parameters: trained numbers.
+        free: bytes of the card that are free beside base and adapter; None: not known.
+    """
+    limit = None if config.max_memory is None else size_in_bytes(config.max_memory)
+    resident = base + 4 * num_parameters
+    room = None if free is None else resident + int(USABLE * free)
+    bounds = [bound for bound in (limit, room) if bound is not None]
+    assert bounds, "nothing says how much memory there is"
+    gradients, optimiser = device_bytes(config.optim, num_parameters)
+
+    def setting(size: int) -> FusedSetting:
+        documents = longest(size)
+        num_tokens = sum(len(ids) for ids, _ in documents)
+        num_targets = sum(label != IGNORED for _, labels in documents for label in labels[1:])
+        step = StepSizes(num_tokens, max(1, num_targets), resident + optimiser, gradients)
+        if config.gradient_checkpointing == "auto":
+            kept = fitting(sizes, min(bounds), step)
+        else:
+            kept = kept_by(config.gradient_checkpointing, sizes.num_layers)
+        shown = kept or [_LEANEST] * sizes.num_layers
+        parts = {BASE: base, ADAPTER: 4 * num_parameters, OPTIMISER: optimiser, GRADIENTS: gradients}
+        parts[ACTIVATIONS] = fused_peak(sizes, shown, step) - sum(parts.values())
+        plan = MemoryPlan(
+            policy=_described(shown),
+            micro_batch_size=size,
+            num_tokens=num_tokens,
+            device_type="cuda",
+            parts=parts,
+            limit_bytes=limit,
+            free_bytes=free,
+            host_bytes=kept_on_host(sizes, shown, num_tokens) + host_bytes(config.optim, num_parameters),
+            can_page=config.optim not in PAGED,
+        )
+        return FusedSetting(plan, kept, _time(shown) * relative_time("none", num_tokens, "cuda"))
+
+    return sorted((setting(size) for size in micro_batch_sizes(config)), key=lambda one: one.time)
+
+
+def num_vocab_of(base: GGUFFile) -> int:
+    """Rows of a file's head."""
+    infos = base.tensor_infos
+    return infos["output.weight" if "output.weight" in infos else "token_embd.weight"].shape[0]
 
 
 def plan_fused(
@@ -218,39 +316,55 @@ def plan_fused(
         UnsupportedError: none fits; says what to lower.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    allocated, free = torch.cuda.memory_allocated(device), free_memory_bytes(device)
-    assert free is not None
-    limit = None if config.max_memory is None else size_in_bytes(config.max_memory)
-    room = allocated + int(USABLE * free)
-    gradients, optimiser = device_bytes(config.optim, num_parameters)
-    sizes = FusedSizes.of(model.fused_layers, num_vocab)
-
-    def plan(size: int) -> tuple[MemoryPlan, list[Kept] | None]:
-        documents = longest(size)
-        num_tokens = sum(len(ids) for ids, _ in documents)
-        num_targets = sum(label != IGNORED for _, labels in documents for label in labels[1:])
-        step = StepSizes(num_tokens, max(1, num_targets), allocated + optimiser, gradients)
-        if config.gradient_checkpointing == "auto":
-            kept = fitting(sizes, room if limit is None else min(limit, room), step)
-        else:
-            kept = kept_by(config.gradient_checkpointing, sizes.num_layers)
-        peak = fused_peak(sizes, kept or kept_by("layers", sizes.num_layers), step)
-        parts = {
-            BASE: allocated - 4 * num_parameters,
-            ADAPTER: 4 * num_parameters,
-            OPTIMISER: optimiser,
-            GRADIENTS: gradients,
-        }
-        parts[ACTIVATIONS] = peak - sum(parts.values())
-        text = _described(kept) if kept else "layers"
-        return MemoryPlan(text, size, num_tokens, "cuda", parts, limit, room - allocated), kept
-
-    plans = [plan(size) for size in micro_batch_sizes(config)]
-    fitting_plans = [(one, kept) for one, kept in plans if kept is not None and one.total_bytes <= room and one.fits]
-    if not fitting_plans:
-        leanest = min((one for one, _ in plans), key=lambda one: one.total_bytes)
+    settings = fused_settings(
+        FusedSizes.of(model.fused_layers, num_vocab),
+        config,
+        longest,
+        base=torch.cuda.memory_allocated(device) - 4 * num_parameters,
+        num_parameters=num_parameters,
+        free=free_memory_bytes(device),
+    )
+    chosen = next((one for one in settings if one.fits), None)
+    if chosen is None:
+        leanest = min((one.plan for one in settings), key=lambda plan: plan.total_bytes)
         raise UnsupportedError(f"{leanest.need()}; {leanest.bounds()}. {leanest.advice()}")
-    return min(fitting_plans, key=lambda pair: _time(pair[1]) * relative_time("none", pair[0].num_tokens, "cuda"))
+    assert chosen.kept is not None, "it fits"
+    return chosen.plan, chosen.kept
+
+
+class RehearsedOnGpu:
+    """What a GPU would need (`training.memory.Need`), from the header alone: the rehearsed step, the memory of a CUDA
+    graph where the step runs as one, what the allocator rounds up, and the libraries' workspaces.
+
+    Args:
+        rehearsal: for a GPU.
+        kept: of each layer, to be rehearsed whatever the policy says; None: as that says.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, kept: Sequence[Kept] | None = None) -> None:
+        self._rehearsal, self._kept = rehearsal, kept
+        self._traces: dict[tuple[str, int, int], Trace] = {}
+
+    def parts(self, policy: str, documents: Sequence[Document]) -> dict[str, int]:
+        """See `Need`."""
+        trace = self._trace(policy, documents)
+        parts = trace.peak()
+        total = sum(parts.values())
+        if trace.captured is not None:
+            inside, outside = trace.peak_outside_graph()
+            parts[GRAPH] = max(0, outside + int(POOL_FACTOR * inside) - total)
+        parts[ALLOCATOR] = int(sum(parts.values()) * (_SLACK - 1)) + _FIXED
+        return parts
+
+    def host_bytes(self, policy: str, documents: Sequence[Document]) -> int:
+        """See `Need`."""
+        return self._trace(policy, documents).sent_bytes
+
+    def _trace(self, policy: str, documents: Sequence[Document]) -> Trace:
+        key = policy, len(documents), sum(len(ids) for ids, _ in documents)
+        if key not in self._traces:
+            self._traces[key] = self._rehearsal.trace(policy, documents, kept=self._kept)
+        return self._traces[key]
 
 
 def _described(kept: Sequence[Kept]) -> str:

@@ -21,7 +21,7 @@ from pyggtrain.errors import UnsupportedError
 from pyggtrain.nn import POLICIES, Batch, Model
 from pyggtrain.training.config import TrainConfig, size_in_bytes
 from pyggtrain.training.objectives import Document, Objective
-from pyggtrain.training.optimizers import PAGED, device_bytes
+from pyggtrain.training.optimizers import PAGED, device_bytes, host_bytes
 from pyggtrain.training.rehearse import ACTIVATIONS, ADAPTER, BASE, GRADIENTS, OPTIMISER, Rehearsal
 
 # glibc's malloc.h, and the largest threshold that it takes.
@@ -39,6 +39,8 @@ _PROBE_TOKENS = 128, 512
 _FIRST_STEP_BYTES = 24 << 20
 # Share of the free memory that may be planned for; the rest is for what other programs take meanwhile.
 USABLE = 0.9
+# Share of the need from which on it is worth a step's time to keep gradients and moments on the host.
+_MUCH = 0.1
 ALLOCATOR, PROGRAM = "allocator", "program"
 
 
@@ -53,7 +55,10 @@ class MemoryPlan:
         device_type: "cpu" or "cuda".
         parts: name -> bytes, all at the moment when they are the most together.
         limit_bytes: what the user allows; None: no limit was set.
-        free_bytes: free memory of the device when it was planned; None if the system does not tell.
+        free_bytes: free memory of the device when it was planned, on a GPU beside base and adapter; None if the system
+            does not tell.
+        host_bytes: what waits in the host's memory while a GPU computes.
+        can_page: gradients and the optimiser's state are on a GPU, and could wait on the host.
         degree: how sure the numbers are, as words before them: "at most" where they are upper bounds (see
             `training.memory_bound`), "at least" where a part is not known.
     """
@@ -66,6 +71,8 @@ class MemoryPlan:
     limit_bytes: int | None
     free_bytes: int | None
     degree: str = "about"
+    host_bytes: int = 0
+    can_page: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -75,9 +82,9 @@ class MemoryPlan:
     @property
     def new_bytes(self) -> int:
         """What the run will take from the free memory. On a CPU the program is there already, and the pages of the base
-        file give way.
+        file give way; on a GPU base and adapter are.
         """
-        held = (BASE, PROGRAM) if self.device_type == "cpu" else ()
+        held = (BASE, PROGRAM) if self.device_type == "cpu" else (BASE, ADAPTER)
         return self.total_bytes - sum(self.parts.get(name, 0) for name in held)
 
     @property
@@ -101,13 +108,17 @@ class MemoryPlan:
 
     def bounds(self) -> str:
         """What it may take, as a part of a sentence."""
-        free = "" if self.free_bytes is None else f"free are {mib(self.free_bytes)}"
+        beside = "" if self.device_type == "cpu" else " beside base and adapter"
+        free = "" if self.free_bytes is None else f"free are {mib(self.free_bytes)}{beside}"
         limit = "" if self.limit_bytes is None else f"max_memory is {mib(self.limit_bytes)}"
         return ", ".join(filter(None, (free, limit)))
 
     def advice(self) -> str:
         """What to lower when that is too much."""
-        other = "" if self.policy == "layers" else ", or set gradient_checkpointing to layers"
+        other = ", or set gradient_checkpointing to layers" if self.policy in ("none", "matmuls") else ""
+        paged = self.parts.get(GRADIENTS, 0) + self.parts.get(OPTIMISER, 0)
+        if self.can_page and paged > _MUCH * self.total_bytes:
+            other += f", or set optim to paged_adamw_8bit: gradients and optimiser take {mib(paged)}"
         return f"Lower per_device_train_batch_size, max_seq_length or r{other}."
 
 
@@ -121,6 +132,10 @@ class Need(Protocol):
             policy: see `nn.checkpointing`.
             documents: of the longest micro-batch.
         """
+        ...
+
+    def host_bytes(self, policy: str, documents: Sequence[Document]) -> int:
+        """What waits in the host's memory while a GPU computes; arguments as for `parts`."""
         ...
 
 
@@ -143,6 +158,10 @@ class RehearsedNeed:
         # Read after the rehearsal, whose tensors without memory make torch import a hundred MiB of its compiler.
         parts[PROGRAM] = program_bytes(self._rehearsal.paths)
         return parts
+
+    def host_bytes(self, policy: str, documents: Sequence[Document]) -> int:
+        """See `Need`."""
+        return 0
 
 
 class MeasuredNeed:
@@ -177,6 +196,10 @@ class MeasuredNeed:
             OPTIMISER: optimiser,
             ACTIVATIONS: self._activations(documents, max(0, round(peaks[0] + per_token * (num_tokens - few)))),
         }
+
+    def host_bytes(self, policy: str, documents: Sequence[Document]) -> int:
+        """See `Need`: gradients and moments. What fused halves keep there is not measured."""
+        return host_bytes(self._optim, self._adapter_bytes // 4)
 
     def _activations(self, documents: Sequence[Document], foretold: int) -> int:
         """What the micro-batch takes; if it does not fit, at least what is free."""
@@ -232,6 +255,7 @@ class Planner:
         config: settings; "auto" and unset ones are the planner's to choose.
         device: where the run computes.
         longest: number of rows -> rows of the longest micro-batch of so many.
+        to_load: what will still be put on a GPU, base and adapter, before a step is taken.
     """
 
     def __init__(
@@ -240,11 +264,14 @@ class Planner:
         config: TrainConfig,
         device: torch.device,
         longest: Callable[[int], Sequence[Document]],
+        *,
+        to_load: int = 0,
     ) -> None:
         self._need, self._config, self._device, self._longest = need, config, device, longest
         self._plans: dict[tuple[str, int], MemoryPlan] = {}
         self._limit_bytes = None if config.max_memory is None else size_in_bytes(config.max_memory)
-        self._free_bytes = free_memory_bytes(device)
+        free = free_memory_bytes(device)
+        self._free_bytes = None if free is None else max(0, free - to_load)
 
     @cached_property
     def settings(self) -> list[tuple[str, int]]:
@@ -267,6 +294,8 @@ class Planner:
                 parts=self._need.parts(policy, documents),
                 limit_bytes=self._limit_bytes,
                 free_bytes=self._free_bytes,
+                host_bytes=self._need.host_bytes(policy, documents),
+                can_page=self._device.type == "cuda" and self._config.optim not in PAGED,
             )
         return self._plans[key]
 
@@ -391,9 +420,11 @@ def explained_out_of_memory(plan: MemoryPlan) -> Iterator[None]:
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """Return the memory that this process may still take: of the GPU, or of the machine and its control group."""
+    """Return the memory that this process may still take: of the GPU, None if it is not here, or of the machine and its
+    control group.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

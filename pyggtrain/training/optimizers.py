@@ -138,6 +138,11 @@ def device_bytes(optim: str, num_parameters: int) -> tuple[int, int]:
     return 4 * num_parameters, state * num_parameters
 
 
+def host_bytes(optim: str, num_parameters: int) -> int:
+    """What a GPU's paged optimiser keeps on the host; arguments as for `device_bytes`."""
+    return (4 + _STATE_BYTES[optim.removeprefix("paged_")]) * num_parameters if optim in PAGED else 0
+
+
 def check_optimizer(config: TrainConfig, shapes: Mapping[str, Iterable[int]] | None = None) -> None:
     """Refuse an optimiser that this installation or these parameters do not allow.
 

@@ -68,8 +68,15 @@ class Pages:
         self._behind: deque[_Behind] = deque()
         self.norms = torch.zeros(len(self._parameters), device=device)
         self.written: set[int] = set()
-        for index, parameter in enumerate(self._parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def close(self) -> None:
+        """Take gradients no more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def clear(self) -> None:
         """Forget all gradients."""

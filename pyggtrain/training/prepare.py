@@ -27,7 +27,7 @@ from pyggtrain.training.batches import count_steps
 from pyggtrain.training.checkpoint import Checkpoint, load_checkpoint
 from pyggtrain.training.config import GPU_COMPUTE, TrainConfig
 from pyggtrain.training.data import RunData, load_data, longest_row, micro_batches
-from pyggtrain.training.gpu_memory import plan_fused
+from pyggtrain.training.gpu_memory import num_vocab_of, plan_fused
 from pyggtrain.training.init_adapter import read_init_adapter, taken_over
 from pyggtrain.training.masked_diffusion import objective_of
 from pyggtrain.training.memory import (
@@ -224,6 +224,8 @@ class Preparation:
         plan = self.memory
         parts = ", ".join(f"{name} {mib(num_bytes)}" for name, num_bytes in plan.parts.items() if num_bytes)
         text = f"{plan.degree} {mib(plan.total_bytes)} with {plan.num_tokens} tokens at a time, {plan.policy}: {parts}"
+        if plan.host_bytes:
+            text += f"; {mib(plan.host_bytes)} wait on the host"
         return f"{text}; {plan.bounds()}" if plan.bounds() else text
 
 
@@ -277,11 +279,7 @@ def prepare(config: TrainConfig) -> Preparation:
         compute="auto" if config.compute == "fp16" else config.compute,
         layers=None if split is None else split.layers(processes.rank),
     )
-    if config.compute == "fp8" and not model.is_fused:
-        raise UnsupportedError(
-            f"compute='fp8': {base.architecture} does not run as fused halves of layers here (a bias, or a model from "
-            "llama.cpp's graph). Use bf16."
-        )
+    check_fp8(config, base, is_fused=model.is_fused)
     start = None if config.init_adapter is None else read_init_adapter(config.init_adapter, base, model)
     if start is not None:
         config = taken_over(config, start, model)
@@ -296,7 +294,7 @@ def prepare(config: TrainConfig) -> Preparation:
         model.checkpoint_policy = memory.policy
     elif planned is None and model.is_fused:
         longest = _longest(config, data, objective_of(model, config))
-        memory, model.kept = plan_fused(model, config, device, tokenizer.num_tokens, longest)
+        memory, model.kept = plan_fused(model, config, device, num_vocab_of(base), longest)
     else:
         # With an adapter to start from the plan follows its ranks; a GPU is measured.
         memory = planned or _planned(config, base, device, data) or _measured(config, model, device, data)
@@ -354,6 +352,19 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     if config.compute == "fp16":
         return torch.float16
     return torch.float32 if config.compute == "exact" else activation_dtype(device)
+
+
+def check_fp8(config: TrainConfig, base: GGUFFile, *, is_fused: bool) -> None:
+    """Refuse 8-bit floats for a model whose layers do not all run as halves.
+
+    Raises:
+        UnsupportedError: that is asked for.
+    """
+    if config.compute == "fp8" and not is_fused:
+        raise UnsupportedError(
+            f"compute='fp8': {base.architecture} does not run as fused halves of layers here (a bias, or a model from "
+            "llama.cpp's graph). Use bf16."
+        )
 
 
 def choose_device(name: str) -> torch.device:

@@ -29,7 +29,7 @@ MAX_TOKENS_OF_EXPERTS = 16384
 # of 4B, and an H200 computes 8,192 tokens of it in about as long. Estimated, not measured.
 MAX_TOKENS_OF_DELTA_NETS = 8192
 # What a graph's pool takes beyond single launches at their peak (H200: 13.26 GiB against 13.21).
-_POOL_FACTOR = 1.02
+POOL_FACTOR = 1.02
 TOKEN_MULTIPLE = 128
 TARGET_MULTIPLE = 64
 # A shape that comes once is not worth capturing; captured are at most this many, the least used goes first.
@@ -177,7 +177,7 @@ class StepGraphs:
         free, total = torch.cuda.mem_get_info(device)
         allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
         needed = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        return min(free, allowed) > _POOL_FACTOR * needed
+        return min(free, allowed) > POOL_FACTOR * needed
 
 
 def can_graph(config: TrainConfig, model: LossModule) -> bool:

@@ -1,11 +1,12 @@
 """The predicted peak of a fused step against what was measured on a GPU, and the choice of what to keep."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_shapes import more_bits
 
 from pyggtrain import models
 from pyggtrain.adapters import LoraConfig, attach
@@ -16,9 +17,9 @@ from pyggtrain.ops import workspace
 from pyggtrain.ops.fused import Kept
 from pyggtrain.training import gpu_memory
 from pyggtrain.training.config import TrainConfig
-from pyggtrain.training.gpu_memory import FusedSizes, StepSizes, fitting, fused_peak, plan_fused
+from pyggtrain.training.gpu_memory import FusedSizes, RehearsedOnGpu, StepSizes, fitting, fused_peak, plan_fused
 from pyggtrain.training.memory import MemoryPlan, join_free_device_memory
-from pyggtrain.training.rehearse import ADAPTER, BASE
+from pyggtrain.training.rehearse import ADAPTER, BASE, Rehearsal
 
 GIB, MIB = 2**30, 2**20
 LLAMA_8B = FusedSizes(4096, 14336, 6144, 4096, 32, (64, 64, 64, 64), 128256, 32)
@@ -64,6 +65,52 @@ def test_prediction_is_within_5_percent_of_what_was_measured(
 ) -> None:
     predicted = fused_peak(LLAMA_8B, kept, step_of(num_tokens))
     assert predicted / GIB == pytest.approx(measured, rel=0.05)
+
+
+@pytest.fixture
+def llama_8b(sparse_gguf: Callable[..., Path]) -> Rehearsal:
+    width, ff, kv, layers, vocabulary = 4096, 14336, 1024, 32, 128256
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": layers,
+        "llama.context_length": 131072,
+        "llama.embedding_length": width,
+        "llama.feed_forward_length": ff,
+        "llama.attention.head_count": 32,
+        "llama.attention.head_count_kv": 8,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 500000.0,
+        "tokenizer.ggml.model": "no_vocab",
+    }
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "token_embd.weight": ("Q4_K", (vocabulary, width)),
+        "output.weight": ("Q6_K", (vocabulary, width)),
+        "output_norm.weight": ("F32", (width,)),
+    }
+    sizes = {"attn_q": (width, width), "attn_k": (kv, width), "attn_v": (kv, width), "attn_output": (width, width)}
+    sizes |= {"ffn_gate": (ff, width), "ffn_up": (ff, width), "ffn_down": (width, ff)}
+    for layer in range(layers):
+        for kind, shape in sizes.items():
+            has_more = kind in ("attn_v", "ffn_down") and more_bits(layer, layers)
+            shapes[f"blk.{layer}.{kind}.weight"] = ("Q6_K" if has_more else "Q4_K", shape)
+        shapes |= {f"blk.{layer}.{kind}_norm.weight": ("F32", (width,)) for kind in ("attn", "ffn")}
+    path = sparse_gguf(shapes, metadata)
+    config = TrainConfig(
+        model=str(path), data=("d",), output="a", per_device_train_batch_size=1, gradient_accumulation_steps=1
+    )
+    lora = LoraConfig(r=16, exclude_modules=("output",))
+    return Rehearsal(GGUFFile.open(path), config, lora, torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_rehearsal_agrees_with_the_formula_and_with_what_was_measured(llama_8b: Rehearsal) -> None:
+    assert FusedSizes.of(llama_8b.model.fused_layers, 128256) == LLAMA_8B
+    row = [0] * 2048
+    for num_tokens, kept, measured in MEASURED:
+        parts = RehearsedOnGpu(llama_8b, kept).parts("matmuls", [(row, row)] * (num_tokens // 2048))
+        rehearsed = sum(parts.values())
+        assert rehearsed == pytest.approx(fused_peak(LLAMA_8B, kept, step_of(num_tokens)), rel=0.03)
+        assert rehearsed / GIB == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("limit_gib", [6.9, 7.8, 12, 24, 30])
