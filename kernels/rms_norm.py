@@ -82,8 +82,8 @@ def rms_norm_bwd_kernel(
 
 
 def num_warps_for(width: int) -> int:
-    """16 to 32 elements a thread; more spill, fewer leave the memory idle (H200, D = 4096)."""
-    return max(1, min(16, width // 512))
+    """16 to 32 elements a thread; more spill, fewer leave the memory idle (H200, D = 4096). A power of two."""
+    return 1 << max(0, min(4, (width // 512).bit_length() - 1))
 
 
 def rms_norm_forward(

@@ -127,7 +127,8 @@ class RowCase:
         return f"{self.tokens}x{self.width}" + (f"_gap{self.gap}" if self.gap else "")
 
 
-ROW_CASES = (RowCase(1, 64), RowCase(7, 576, gap=64), RowCase(3, 2050, gap=3))
+# 2880 (gpt-oss) is five times a power of two and more: a number of warps has to be one.
+ROW_CASES = (RowCase(1, 64), RowCase(7, 576, gap=64), RowCase(3, 2050, gap=3), RowCase(2, 2880))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ exactly to cut.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -163,7 +164,8 @@ class Region(nn.Module):
             values: of the inputs.
             frame: the run.
             policy, is_random: what parts that do not run fused keep, see `nn.run_layer`.
-            kept, stash: what halves that run fused keep, and where; None: nothing runs fused.
+            kept, stash: what halves that run fused keep, and where all parts keep what they do; None: nothing runs
+                fused, and what is kept stays.
         """
         known = dict(zip(self.inputs, (x if x.dim() == 4 else x[None, None] for x in values), strict=True))
         for part, dead in zip(self.parts, self._dead, strict=True):
@@ -175,7 +177,9 @@ class Region(nn.Module):
             ):
                 known[part.half.result] = part.fused(*inputs, frame=frame, kept=kept, stash=stash)
             else:
-                made = run_layer(partial(part, frame=frame), *inputs, policy=policy, is_random=is_random)
+                # What single operations start from waits where halves keep theirs.
+                with stash.part() if stash is not None else nullcontext():
+                    made = run_layer(partial(part, frame=frame), *inputs, policy=policy, is_random=is_random)
                 known |= zip(part.outputs, (made,) if len(part.outputs) == 1 else made, strict=True)
             for index in dead:
                 del known[index]

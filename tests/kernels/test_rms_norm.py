@@ -3,7 +3,7 @@ import torch
 from pyggtrain.kernels.reference import rms_norm as reference
 from pyggtrain.kernels.reference.cases import RowCase, random_rows
 from pyggtrain.kernels.reference.checks import CHECKS, EPS, Check
-from pyggtrain.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from pyggtrain.kernels.rms_norm import num_warps_for, rms_norm_backward, rms_norm_forward
 
 
 @pytest.mark.parametrize("check", CHECKS["rms_norm"], ids=lambda check: check.id)
@@ -52,3 +52,9 @@ def test_wrong_shapes_are_refused(device: torch.device) -> None:
         rms_norm_forward(x, torch.ones(8, device=device), eps=EPS, residual=torch.zeros(3, 8, device=device))
     with pytest.raises(ValueError, match="unit column stride"):
         rms_norm_forward(torch.zeros(8, 2, device=device).t(), torch.ones(8, device=device), eps=EPS)
+
+
+def test_warps_are_a_power_of_two() -> None:
+    """Triton takes no other number, and Triton's interpreter does not care."""
+    for width in (1, 576, 1536, 2560, 2880, 3072, 3584, 5120, 7168, 20480):
+        assert num_warps_for(width) in (1, 2, 4, 8, 16)
