@@ -56,7 +56,11 @@ def _adamw_8bit(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
     import bitsandbytes
 
     class AdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[misc]
-        """The library's, without a wait for the device after each parameter."""
+        """The library's, without a wait for the device after each parameter; a group may ask for `optim_bits` = 32."""
+
+        def get_config(self, group_index: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
+            config: dict[str, Any] = super().get_config(group_index, index, group)
+            return config | {"optim_bits": group.get("optim_bits", config["optim_bits"])}
 
         @torch.no_grad()
         def step(self, closure: None = None) -> None:

@@ -7,18 +7,25 @@ touched once. So
 - a gradient goes to the host as soon as backward has finished it, beside the products of the layers that follow, and
   its norm is taken on the way;
 - at the update, a window of parameters at a time gets gradients and moments back, takes the optimiser's own step and
-  sends the moments home, while the next window is on its way.
+  sends the moments home, while the next window is on its way;
+- moments stay on the device as far as the first step has shown that there is room.
 
-The numbers are those of the same optimiser without paging, bit for bit. The price is copies: 12 bytes a number up and 8
-down for 32-bit moments, 6 and 2 for 8-bit ones, at what the bus carries (55 GB/s each way on an H200's host).
+Masters of a window lie side by side (a parameter is a view of its part), and so do gradients and moments: a window is a
+few copies and one call of the optimiser, however many parameters it has. Parts begin at multiples of 256 numbers, the
+blocks that 8-bit moments have a scale for, so every number is that of the same optimiser without paging.
+
+The price is copies: 4 bytes a number up for the gradient, and both ways 8 for 32-bit moments or 2 for 8-bit ones that
+do not stay, at what the bus carries (55 GB/s each way on an H200's host).
 
 bitsandbytes has paged optimisers too; theirs move moments alone, through managed memory that torch's allocator neither
 counts nor caps.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,11 +34,15 @@ import torch
 _MAX_BEHIND_BYTES = 64 << 20
 # Gradients of a window. Its moments are up to twice that, and three windows are there at a time.
 _WINDOW_BYTES = 32 << 20
-# Smaller tensors of an optimiser's state (a step's number, a table of codes) stay on the device.
-_MIN_STATE_BYTES = 4096
+# Numbers that 8-bit moments have one scale for. Parameters of fewer than 16 such blocks keep 32-bit moments
+# (bitsandbytes' own rule).
+_BLOCK = 256
+_SMALL = 4096
 # Pinned memory is asked for in pieces that torch's allocator does not round up.
 _SLAB_BYTES = 256 << 20
 _ALIGNMENT = 256
+# Of the room on a device what moments leave alone, besides what activations took: a graph's pool is fuller of holes.
+_SPARE_BYTES, _SPARE_SHARE = 256 << 20, 0.08
 
 
 def window_bytes(state_bytes: int) -> int:
@@ -43,18 +54,95 @@ def window_bytes(state_bytes: int) -> int:
     return 3 * _WINDOW_BYTES * (4 + state_bytes) // 4
 
 
+def room_for_state(device: torch.device) -> int:
+    """Bytes that moments may take on a device for good, as a first step's peak shows."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+    allocated = torch.cuda.memory_allocated(device)
+    passing = torch.cuda.max_memory_allocated(device) - allocated
+    limit = min(allowed, free + torch.cuda.memory_reserved(device))
+    return max(0, int(limit - allocated - (1 + _SPARE_SHARE) * passing - _SPARE_BYTES))
+
+
+@dataclass(eq=False)
+class _Member:
+    """A parameter's place in its window: `start`, counted in numbers."""
+
+    index: int
+    parameter: torch.Tensor
+    start: int
+
+    @property
+    def num_numbers(self) -> int:
+        return self.parameter.numel()
+
+    @property
+    def end(self) -> int:
+        """Where the next one may begin."""
+        return self.start + -(-self.num_numbers // _BLOCK) * _BLOCK
+
+
+@dataclass(eq=False)
+class _Run:
+    """Members side by side that are trained, as the optimiser sees them: one parameter.
+
+    Attributes:
+        members: at least one.
+        parameter: their masters.
+        state: what the optimiser keeps, its large tensors on the host or, if there was room, on the device.
+        is_resident: whether large tensors stay on the device.
+    """
+
+    members: list[_Member]
+    parameter: torch.Tensor
+    state: dict[str, Any] = field(default_factory=dict)
+    is_resident: bool = False
+
+    @property
+    def start(self) -> int:
+        return self.members[0].start
+
+    @property
+    def end(self) -> int:
+        return self.members[-1].end
+
+    def part_of(self, member: _Member, name: str, value: Any) -> Any:
+        """What a member has of a value of the state: its numbers, its blocks' scales, or all of it."""
+        numbers_each = _numbers_each(name, value, self.end - self.start)
+        if numbers_each is None:
+            return value
+        first = (member.start - self.start) // numbers_each
+        part = value[first : first - (-member.num_numbers // numbers_each)]
+        return part.view(member.parameter.shape) if numbers_each == 1 else part
+
+
+@dataclass(eq=False)
+class _Window:
+    """Parameters of one group whose update is one step: their masters on the device, their gradients on the host."""
+
+    group: dict[str, Any]
+    members: list[_Member]
+    masters: torch.Tensor
+    gradients: torch.Tensor
+    runs: list[_Run] = field(default_factory=list)
+
+
 class Pages:
     """Where gradients and moments of parameters are while nobody computes with them.
 
-    Registers a hook with each parameter, which takes its gradient away: `parameter.grad` is None but during `update`.
+    Registers a hook with each parameter, which takes its gradient away: `parameter.grad` is always None. A parameter
+    that has no gradient at the first update is never changed; one that has none later has a gradient of zero.
 
     Args:
-        parameters: trained tensors, all on one device. On a CPU nothing is gained, but it works.
-        optimizer: over the same parameters; its state is held here.
+        parameters: trained tensors, all on one device. On a CPU nothing is gained, but it works. Their memory moves.
+        optimizer: over the same parameters, before its first step; afterwards only `update` may step it.
 
     Attributes:
         norms: float32 [number of parameters], L2 norm of each gradient; 0 without one.
         written: indices of parameters that have a gradient.
+        room: device -> bytes that moments may take there for good; asked at the first update.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -62,12 +150,14 @@ class Pages:
         device = self._parameters[0].device
         self._memory = _HostMemory(is_pinned=device.type == "cuda")
         self._up, self._down = _Lane(device), _Lane(device)
-        self._gradients = [self._memory.like(parameter) for parameter in self._parameters]
-        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
-        self._kept: list[dict[str, Any]] = [{} for _ in self._parameters]
         self._behind: deque[_Behind] = deque()
         self.norms = torch.zeros(len(self._parameters), device=device)
         self.written: set[int] = set()
+        self.room: Callable[[torch.device], int] = room_for_state
+        self._loaded: dict[int, Mapping[str, Any]] = {}
+        self._has_runs = False
+        self._windows = list(self._make_windows())
+        self._of_member = {member.index: (window, member) for window in self._windows for member in window.members}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
@@ -92,49 +182,106 @@ class Pages:
         self._down.catch_up()
 
     def update(self, *, factor: float | torch.Tensor = 1.0) -> None:
-        """Take the optimiser's step for every parameter that has a gradient, gradients multiplied by `factor` before.
+        """Take the optimiser's step, gradients multiplied by `factor` before.
 
         Args:
             factor: scalar; a tensor lies on the device.
         """
+        if not self._has_runs:
+            self._make_runs()
         groups = self._optimizer.param_groups
-        members = [group["params"] for group in groups]
-        windows = [
-            (group, window) for group, params in zip(groups, members, strict=True) for window in self._windows(params)
-        ]
-        fetched: deque[list[_Fetched]] = deque()
+        windows = [window for window in self._windows if window.runs]
+        coming: deque[_Fetched] = deque()
         # Moments come from where the last update has sent them, gradients from where backward has.
         self._up.follow(self._down)
         try:
-            for number, (group, window) in enumerate(windows):
-                if not fetched:
-                    fetched.append(self._fetch(window))
+            for number, window in enumerate(windows):
+                if not coming:
+                    coming.append(self._fetch(window))
                 if number + 1 < len(windows):
-                    fetched.append(self._fetch(windows[number + 1][1]))
-                self._optimizer.param_groups, group["params"] = [group], window
-                self._step(window, fetched.popleft(), factor)
+                    coming.append(self._fetch(windows[number + 1]))
+                self._optimizer.param_groups = [window.group]
+                self._step(window, coming.popleft(), factor)
         finally:
             self._optimizer.param_groups = groups
-            for group, params in zip(groups, members, strict=True):
-                group["params"] = params
         self.join()
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """What the optimiser keeps for a parameter, its large tensors copied, in ordinary host memory."""
+        """What the optimiser keeps for a parameter, as it would without paging, in ordinary host memory."""
         self._down.finish()
-        kept = self._kept[self._index[parameter]]
-        return {name: value.clone() if _is_paged(value) else value for name, value in kept.items()}
+        index = next(index for index, other in enumerate(self._parameters) if other is parameter)
+        window, member = self._of_member[index]
+        for run in window.runs:
+            if member in run.members:
+                state = {name: run.part_of(member, name, value) for name, value in run.state.items()}
+                return {
+                    name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                    for name, value in state.items()
+                }
+        return dict(self._loaded.get(index, {}))
 
     def set_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Take over what `state_of` returned in another run."""
-        kept = self._kept[self._index[parameter]]
-        kept.clear()
-        for name, value in state.items():
-            if _is_paged(value):
-                kept[name] = self._memory.like(value)
-                kept[name].copy_(value)
-            else:
-                kept[name] = value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+        """Take over what `state_of` returned in another run, before the first update."""
+        assert not self._has_runs, "a state is taken over before the first update"
+        index = next(index for index, other in enumerate(self._parameters) if other is parameter)
+        if state:
+            self._loaded[index] = state
+
+    def _make_windows(self) -> Iterator[_Window]:
+        """Lay the parameters of each group side by side, those with 32-bit moments by themselves."""
+        index_of = {parameter: index for index, parameter in enumerate(self._parameters)}
+        groups = []
+        for group in self._optimizer.param_groups:
+            params, group["params"] = group["params"], []
+            small = [parameter for parameter in params if parameter.numel() < _SMALL]
+            large = [parameter for parameter in params if parameter.numel() >= _SMALL]
+            for some, its_group in ((large, group), (small, {**group, "params": [], "optim_bits": 32})):
+                if some or its_group is group:
+                    groups.append(its_group)
+                for members in _packed(some, index_of):
+                    yield self._make_window(its_group, members)
+        self._optimizer.param_groups = groups
+
+    @torch.no_grad()
+    def _make_window(self, group: dict[str, Any], members: list[_Member]) -> _Window:
+        masters = _side_by_side(members)
+        if masters is None:
+            masters = members[0].parameter.new_zeros(members[-1].end)
+            for member in members:
+                place = masters[member.start : member.start + member.num_numbers].view(member.parameter.shape)
+                place.copy_(member.parameter)
+                member.parameter.data = place
+        # Zero between members, for good: a block's scale is that of its largest number.
+        return _Window(group, members, masters, self._memory.like(masters).zero_())
+
+    def _make_runs(self) -> None:
+        """Find out which members are trained: those that have a gradient at the first update, or a state already."""
+        self._has_runs = True
+        for window in self._windows:
+            trained = groupby(window.members, lambda one: one.index in self.written or one.index in self._loaded)
+            for is_trained, members in trained:
+                if is_trained:
+                    some = list(members)
+                    masters = window.masters[some[0].start : some[-1].end]
+                    window.runs.append(_Run(some, torch.nn.Parameter(masters), self._joined(some)))
+        self._loaded.clear()
+        self._room = self.room(self._parameters[0].device)
+
+    def _joined(self, members: Sequence[_Member]) -> dict[str, Any]:
+        """The state of a run from what its members had."""
+        start, num_numbers = members[0].start, members[-1].end - members[0].start
+        joined: dict[str, Any] = {}
+        for member in members:
+            for name, value in self._loaded.get(member.index, {}).items():
+                numbers_each = _numbers_each(name, value, member.num_numbers)
+                if numbers_each is None:
+                    joined[name] = value.to(member.parameter.device) if isinstance(value, torch.Tensor) else value
+                    continue
+                if name not in joined:
+                    joined[name] = self._memory.like(value.new_empty(num_numbers // numbers_each)).zero_()
+                first = (member.start - start) // numbers_each
+                joined[name][first : first + value.numel()].copy_(value.flatten())
+        return joined
 
     def _hook(self, index: int) -> Any:
         def take(parameter: torch.Tensor) -> None:
@@ -147,7 +294,8 @@ class Pages:
     @torch.no_grad()
     def _send(self, index: int, gradient: torch.Tensor) -> None:
         """Copy a finished gradient to the host, or add it to the one that is there."""
-        place = self._gradients[index]
+        window, member = self._of_member[index]
+        place = window.gradients[member.start : member.start + member.num_numbers].view(gradient.shape)
         # Allocated on the stream that computes, and freed there after that stream has waited for the copy.
         earlier = torch.empty_like(gradient) if index in self.written else None
         self._down.follow()
@@ -171,66 +319,99 @@ class Pages:
         oldest = self._behind.popleft()
         self._down.wait(oldest.sent)
 
-    def _windows(self, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Parameters that have a gradient, in groups of about the size of a window."""
-        window: list[torch.Tensor] = []
-        num_bytes = 0
-        for parameter in parameters:
-            if self._index[parameter] not in self.written:
-                continue
-            if window and num_bytes + parameter.nbytes > _WINDOW_BYTES:
-                yield window
-                window, num_bytes = [], 0
-            window.append(parameter)
-            num_bytes += parameter.nbytes
-        if window:
-            yield window
-
-    def _fetch(self, window: Sequence[torch.Tensor]) -> "list[_Fetched]":
+    def _fetch(self, window: _Window) -> "_Fetched":
         """Begin to bring gradients and moments of a window to the device."""
-        found = []
-        for parameter in window:
-            index = self._index[parameter]
-            home = {"": self._gradients[index]}
-            home |= {name: value for name, value in self._kept[index].items() if _is_paged(value)}
-            there = {name: torch.empty_like(value, device=parameter.device) for name, value in home.items()}
-            found.append((home, there))
+        device = window.masters.device
+        gradients = torch.empty_like(window.masters)
+        states = []
+        for run in window.runs:
+            away = {} if run.is_resident else {name: value for name, value in run.state.items() if _is_paged(value)}
+            states.append({name: torch.empty_like(value, device=device) for name, value in away.items()})
         self._up.follow()
         with self._up.use():
-            for home, there in found:
-                for name, value in home.items():
-                    there[name].copy_(value, non_blocking=True)
-        arrived = self._up.mark()
-        return [_Fetched(there.pop(""), there, arrived) for _, there in found]
+            gradients.copy_(window.gradients, non_blocking=True)
+            for run, there in zip(window.runs, states, strict=True):
+                for name, value in there.items():
+                    value.copy_(run.state[name], non_blocking=True)
+        return _Fetched(gradients, states, self._up.mark())
 
-    def _step(
-        self, window: Sequence[torch.Tensor], fetched: "Sequence[_Fetched]", factor: float | torch.Tensor
-    ) -> None:
+    @torch.no_grad()
+    def _step(self, window: _Window, fetched: "_Fetched", factor: float | torch.Tensor) -> None:
         """The optimiser's step of a window whose gradients and moments are on their way, and the moments home."""
-        self._up.wait(fetched[-1].arrived)
-        is_scaled = isinstance(factor, torch.Tensor) or factor != 1.0
-        for parameter, one in zip(window, fetched, strict=True):
-            parameter.grad = one.gradient.mul_(factor) if is_scaled else one.gradient
-            kept = self._kept[self._index[parameter]]
-            if kept:
-                self._optimizer.state[parameter] = kept | one.moments
+        self._up.wait(fetched.arrived)
+        gradients = fetched.gradients
+        for member in window.members:
+            if member.index not in self.written:
+                gradients[member.start : member.end].zero_()
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            gradients.mul_(factor)
+        for run, there in zip(window.runs, fetched.states, strict=True):
+            run.parameter.grad = gradients[run.start : run.end]
+            if run.state:
+                self._optimizer.state[run.parameter] = run.state | there
+        window.group["params"] = [run.parameter for run in window.runs]
         self._optimizer.step()
+        window.group["params"] = []
+        left = [gradients]
         self._down.follow()
+        for run in window.runs:
+            run.parameter.grad = None
+            state = self._optimizer.state.pop(run.parameter)
+            if not run.is_resident and not any(_is_paged(value) for value in run.state.values()):
+                # Its first step, or one without moments.
+                num_bytes = sum(value.nbytes for value in state.values() if _is_paged(value))
+                run.is_resident = num_bytes <= self._room
+                self._room -= num_bytes if run.is_resident else 0
+            left += self._keep(run, state)
+        self._leave_behind(left)
+
+    def _keep(self, run: _Run, state: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Send the moments of a run home, unless they stay; returns what is on the way."""
         left = []
         with self._down.use():
-            for parameter in window:
-                parameter.grad = None
-                kept = self._kept[self._index[parameter]]
-                for name, value in self._optimizer.state.pop(parameter).items():
-                    if not _is_paged(value):
-                        kept[name] = value
-                        continue
-                    if name not in kept:
-                        kept[name] = self._memory.like(value)
-                    kept[name].copy_(value, non_blocking=True)
-                    left.append(value)
-        left += [one.gradient for one in fetched]
-        self._leave_behind(left)
+            for name, value in state.items():
+                if run.is_resident or not _is_paged(value):
+                    run.state[name] = value
+                    continue
+                if name not in run.state:
+                    run.state[name] = self._memory.like(value)
+                run.state[name].copy_(value, non_blocking=True)
+                left.append(value)
+        return left
+
+
+def _packed(parameters: Sequence[torch.Tensor], index_of: Mapping[torch.Tensor, int]) -> Iterator[list[_Member]]:
+    """Windows of about `_WINDOW_BYTES`."""
+    members: list[_Member] = []
+    for parameter in parameters:
+        member = _Member(index_of[parameter], parameter, members[-1].end if members else 0)
+        if members and member.end * parameter.itemsize > _WINDOW_BYTES:
+            yield members
+            members, member = [], _Member(member.index, parameter, 0)
+        members.append(member)
+    if members:
+        yield members
+
+
+def _side_by_side(members: Sequence[_Member]) -> torch.Tensor | None:
+    """The masters of a window whose parameters lie as it wants them already."""
+    first = members[0].parameter.detach()
+    size = first.untyped_storage().nbytes() // first.itemsize - first.storage_offset()
+    for member in members:
+        other = member.parameter
+        is_there = other.untyped_storage()._cdata == first.untyped_storage()._cdata and other.is_contiguous()
+        if not is_there or other.storage_offset() != first.storage_offset() + member.start:
+            return None
+    return first.as_strided((members[-1].end,), (1,)) if members[-1].end <= size else None
+
+
+def _numbers_each(name: str, value: Any, num_numbers: int) -> int | None:
+    """For how many numbers of the parameter an element of a state's tensor stands; None: the tensor is not cut."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or name.startswith("qmap"):
+        return None
+    if value.numel() == num_numbers:
+        return 1
+    return _BLOCK if value.numel() == -(-num_numbers // _BLOCK) else None
 
 
 class _Behind:
@@ -241,13 +422,13 @@ class _Behind:
         self.num_bytes = sum(tensor.nbytes for tensor in tensors)
 
 
+@dataclass(eq=False)
 class _Fetched:
-    """What a parameter's update needs, on its way to the device."""
+    """What a window's update needs, on its way to the device."""
 
-    def __init__(
-        self, gradient: torch.Tensor, moments: dict[str, torch.Tensor], arrived: "torch.cuda.Event | None"
-    ) -> None:
-        self.gradient, self.moments, self.arrived = gradient, moments, arrived
+    gradients: torch.Tensor
+    states: list[dict[str, torch.Tensor]]
+    arrived: "torch.cuda.Event | None"
 
 
 class _Lane:
@@ -308,4 +489,5 @@ class _HostMemory:
 
 
 def _is_paged(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.nbytes >= _MIN_STATE_BYTES
+    # Not a step's number, nor a table of codes.
+    return isinstance(value, torch.Tensor) and value.numel() > _BLOCK

@@ -24,6 +24,8 @@ from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.masked_diffusion import objective_of
 from pyggtrain.training.objectives import Document, Objective
 from pyggtrain.training.optim import Optimizer
+from pyggtrain.training.optimizers import PAGED, make_optimizer
+from pyggtrain.training.paging import Pages
 from pyggtrain.training.step_graph import StepGraphs, can_graph, filled_up, max_tokens
 
 BASE, ADAPTER, OPTIMISER, GRADIENTS = "base file", "adapter", "optimiser", "gradients"
@@ -222,16 +224,19 @@ class Rehearsal:
             if self._is_on_gpu:
                 self.base_bytes = sum(self._tape.sizes[buffer] for buffer in self._tape.buffers())
             adapter: LoraAdapter = attach(self.model, lora, seed=config.seed)
+            self._parameters = {
+                f"{name}.{half}": getattr(pair, half)
+                for name, pair in adapter.pairs.items()
+                for half in ("lora_a", "lora_b")
+            }
+            if self._is_on_gpu and config.optim in PAGED:
+                # Moves the pairs to where each trace finds them.
+                Pages(list(self._parameters.values()), make_optimizer(self._parameters, config)).close()
             self._tape.name_rest(ADAPTER)
             self.is_fused = self.model.is_fused if self._is_on_gpu else self._is_fused_on_cpu()
         self.model.neftune_noise_alpha = config.neftune_noise_alpha
         self.model.train()
         self.objective: Objective = objective_of(self.model, config, is_largest=True)
-        self._parameters = {
-            f"{name}.{half}": getattr(pair, half)
-            for name, pair in adapter.pairs.items()
-            for half in ("lora_a", "lora_b")
-        }
         self.num_parameters = adapter.num_parameters
 
     def _is_fused_on_cpu(self) -> bool:
@@ -262,6 +267,9 @@ class Rehearsal:
             if self._is_on_gpu:
                 batch = (filled_up(batch, max_tokens(self.model)) if can_capture else batch).to(self._device)
             optimizer = Optimizer(self._parameters, self._config)
+            if optimizer.pages is not None:
+                # What stays where there is room is not needed.
+                optimizer.pages.room = lambda device: 0
             if can_capture:
                 optimizer.graphs = StepGraphs(self.model, self._parameters, optimizer.pages)
             before, self._sent_bytes = len(tape.events), 0

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,11 +71,13 @@ def config(optim: str, **settings: Any) -> TrainConfig:
     return TrainConfig(model="m", data=("d",), output="o", optim=optim, learning_rate=1e-2, **settings)  # type: ignore[arg-type]
 
 
-def optimizer_of(model: Model, optim: str, **settings: Any) -> Optimizer:
+def optimizer_of(model: Model, optim: str, *, room: int = 0, **settings: Any) -> Optimizer:
     """One that pages on a CPU too."""
     optimizer = Optimizer(model.named, config(optim, **settings))
     if optim in PAGED and optimizer.pages is None:
         optimizer.pages = Pages(list(model.named.values()), optimizer._optimizer)
+    if optimizer.pages is not None:
+        optimizer.pages.room = lambda device: room
     return optimizer
 
 
@@ -92,25 +95,34 @@ def take(optimizer: Optimizer, model: Model, numbers: range, num_micro_batches: 
 
 
 @pytest.fixture(autouse=True)
-def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several windows, several gradients that are waited for."""
     monkeypatch.setattr(paging, "_WINDOW_BYTES", 40_000)
     monkeypatch.setattr(paging, "_MAX_BEHIND_BYTES", 10_000)
     monkeypatch.setattr(paging, "_SLAB_BYTES", 100_000)
+    # Fresh memory is never zero by chance.
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("room", [0, 30_000, 1 << 30])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize(
     "settings", [{}, {"max_grad_norm": 0.5}, {"max_grad_norm": 0}, {"compute": "fp16", "loraplus_lr_ratio": 4.0}]
 )
 @pytest.mark.parametrize("optim", sorted(PAGED))
 def test_steps_are_those_without_paging(
-    device: str, num_micro_batches: int, settings: dict[str, Any], optim: str
+    device: str,
+    room: int,
+    num_micro_batches: int,
+    settings: dict[str, Any],
+    optim: str,
 ) -> None:
     plain_model, model = Model(device), Model(device)
     plain = optimizer_of(plain_model, optim.removeprefix("paged_"), weight_decay=0.1, **settings)
-    paged = optimizer_of(model, optim, weight_decay=0.1, **settings)
+    paged = optimizer_of(model, optim, room=room, weight_decay=0.1, **settings)
     expected = take(plain, plain_model, range(4), num_micro_batches)
     results = take(paged, model, range(4), num_micro_batches)
     for result, one in zip(results, expected, strict=True):
@@ -126,9 +138,10 @@ def test_steps_are_those_without_paging(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("optim", sorted(PAGED))
-def test_state_continues_bit_for_bit_through_a_file(device: str, optim: str) -> None:
+@pytest.mark.parametrize("room", [0, 1 << 30])
+def test_state_continues_bit_for_bit_through_a_file(device: str, optim: str, room: int) -> None:
     model = Model(device)
-    optimizer = optimizer_of(model, optim)
+    optimizer = optimizer_of(model, optim, room=room)
     take(optimizer, model, range(3))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -138,7 +151,7 @@ def test_state_continues_bit_for_bit_through_a_file(device: str, optim: str) -> 
     resumed_model = copy.deepcopy(model)
     resumed_model.named = {name: torch.nn.Parameter(part.detach().clone()) for name, part in model.named.items()}
     take(optimizer, model, range(3, 6))
-    resumed = optimizer_of(resumed_model, optim)
+    resumed = optimizer_of(resumed_model, optim, room=room)
     resumed.load_state_dict(torch.load(file, weights_only=True))
     take(resumed, resumed_model, range(3, 6))
     assert torch.equal(resumed_model.values(), model.values())
@@ -165,6 +178,8 @@ def test_neither_gradients_nor_moments_stay_on_the_card() -> None:
     shape, device = (4 << 20,), "cuda"
     parameters = {f"{index}.lora_a": torch.nn.Parameter(torch.zeros(shape, device=device)) for index in range(16)}
     optimizer = Optimizer(parameters, config("paged_adamw"))
+    assert optimizer.pages is not None
+    optimizer.pages.room = lambda device: 0
     held = torch.cuda.memory_allocated()
 
     class Objective:
@@ -194,3 +209,20 @@ def test_on_a_card_an_update_takes_three_windows_at_most() -> None:
     assert device_bytes("adamw", 10) == (40, 80)
     assert device_bytes("paged_adamw_8bit", 10) == (0, 60)
     assert device_bytes("paged_adamw", 1 << 30) == (0, 3 * 40_000 * 3)
+
+
+def test_parameters_that_lie_side_by_side_stay_where_they_are() -> None:
+    model = Model("cpu")
+    optimizer = optimizer_of(model, "paged_adamw")
+    places = [part.data_ptr() for part in model.named.values()]
+    before = model.values()
+    assert optimizer.pages is not None
+    optimizer.pages.close()
+    other = optimizer_of(model, "paged_adamw")
+    assert [part.data_ptr() for part in model.named.values()] == places
+    assert torch.equal(model.values(), before)
+    take(other, model, range(2))
+    assert all(
+        not torch.equal(part, old)
+        for part, old in zip(model.values()[:8192].split(1024), before[:8192].split(1024), strict=True)
+    )
