@@ -224,7 +224,7 @@ def _nonzero(tell: _Tell, x: torch.Tensor) -> torch.Tensor:
 
 
 # What has no form without memory in each torch, or not a GPU's.
-_FAKES = {
+_FAKES: dict[Any, Callable[..., Any]] = {
     _ATEN.nonzero.default: _nonzero,
     _ATEN.mm.dtype: _mm_dtype,
     _ATEN.mm.dtype_out: _given_out,
