@@ -193,6 +193,32 @@ class ExpertCase:
 
 
 EXPERT_CASES = (ExpertCase(1, 1, 4, 32, 256, 4), ExpertCase(7, 3, 5, 34, 256, 3), ExpertCase(24, 2, 4, 70, 512, 20))
+
+
+@dataclass(frozen=True)
+class TopKCase:
+    """`chosen` of `columns` for each of `tokens` rows; only numbers of so many steps from zero, so that many are equal,
+    and if `is_hostile` also -0, both infinities and NaN.
+    """
+
+    tokens: int
+    columns: int
+    chosen: int
+    steps: int
+    is_hostile: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.chosen}of{self.columns}x{self.tokens}_steps{self.steps}" + "_hostile" * self.is_hostile
+
+
+TOP_K_CASES = (
+    TopKCase(1, 1, 1, 1),
+    TopKCase(5, 5, 5, 1),
+    TopKCase(9, 256, 8, 1000),
+    TopKCase(3, 160, 6, 3, is_hostile=True),
+    TopKCase(2, 1000, 32, 20, is_hostile=True),
+)
 # Types whose lanes make one, two and four runs, blocks of 32 and of 256 weights, with a table and without.
 EXPERT_TYPES = ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "TQ1_0", "IQ3_S")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
-from pyggtrain.kernels import cross_entropy, fp8, grouped_lora, lora, moe_routing, rms_norm, rope, swiglu
+from pyggtrain.kernels import cross_entropy, fp8, grouped_lora, lora, moe_routing, rms_norm, rope, swiglu, top_k
 from pyggtrain.kernels.attention.backward import attention_backward
 from pyggtrain.kernels.attention.forward import attention_forward
 from pyggtrain.kernels.attention.mask import AttentionMask
@@ -31,6 +31,7 @@ from pyggtrain.kernels.reference import moe_routing as routing_reference
 from pyggtrain.kernels.reference import rms_norm as rms_norm_reference
 from pyggtrain.kernels.reference import rope as rope_reference
 from pyggtrain.kernels.reference import swiglu as swiglu_reference
+from pyggtrain.kernels.reference import top_k as top_k_reference
 from pyggtrain.kernels.reference.cases import (
     ATTENTION_CASES,
     CONVOLUTION_CASES,
@@ -47,6 +48,7 @@ from pyggtrain.kernels.reference.cases import (
     LORA_CASES,
     ROPE_CASES,
     ROW_CASES,
+    TOP_K_CASES,
     AttentionCase,
     CrossEntropyCase,
     DequantizeCase,
@@ -56,6 +58,7 @@ from pyggtrain.kernels.reference.cases import (
     LoraCase,
     RopeCase,
     RowCase,
+    TopKCase,
     random_blocks,
     random_rows,
 )
@@ -254,6 +257,18 @@ def check_routing(case: ExpertCase, dtype: torch.dtype, device: torch.device) ->
         exact = routing_reference.combine(y, case.chosen, probs=weights, residual=added)
         comparisons.append(as_close_as_torch("combined", out, exact.to(dtype), exact, terms=case.chosen))
     return comparisons
+
+
+def check_top_k(case: TopKCase, dtype: torch.dtype, device: torch.device) -> list[Comparison]:
+    generator = torch.Generator().manual_seed(case.columns)
+    rows = torch.randn(case.tokens, case.columns + 3, generator=generator)
+    rows = (rows * case.steps).round() / case.steps
+    if case.is_hostile:
+        for number in (-0.0, math.inf, -math.inf, math.nan):
+            rows[torch.rand(rows.shape, generator=generator) < 0.02] = number
+    x = rows.to(dtype)[:, : case.columns]
+    ids = top_k.top_k(x.to(device), case.chosen).cpu()
+    return [Comparison("ids", float((ids != top_k_reference.top_k(x, case.chosen)).sum()), 0.0)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -548,6 +563,7 @@ CHECKS: dict[str, list[Check]] = {
     "fp8": [Check(case.id, partial(check_fp8, case)) for case in ROW_CASES],
     "swiglu": [Check(case.id, partial(check_swiglu, case)) for case in ROW_CASES],
     "lora": [Check(case.id, partial(check_lora_backward, case)) for case in LORA_CASES],
+    "top_k": [Check(case.id, partial(check_top_k, case)) for case in TOP_K_CASES],
     "moe_routing": [Check(case.id, partial(check_routing, case)) for case in EXPERT_CASES],
     "grouped_matmul": [
         Check(f"{type}_{case.id}", partial(check_grouped_matmul, type, case))

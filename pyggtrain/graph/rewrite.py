@@ -9,11 +9,12 @@
 * `name_rows_of_tokens`: rows that are picked by n-grams of tokens are known as such.
 * `join`: a norm and its weight, a product and its bias become one node, for the project's own operations.
 * `latent_attention.unabsorb`: attention to a latent row makes keys and values of each head again.
+* `shorten_sorts`: where only the first columns of a sort are read, nothing else is sorted.
 * `without_gradient`: weights that only choose are no longer called trainable.
 * `prune`: what the logits do not need leaves.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from pyggtrain.graph.latent_attention import unabsorb
 PRODUCTS = frozenset({"MUL_MAT", "MUL_MAT_ID"})
 VIEWS = frozenset({"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
 _FLOATS = frozenset({"f32", "f16", "bf16"})
-_CHOICES = frozenset({"ARGSORT", "TOP_K"})
+_CHOICES = frozenset({"ARGSORT", "ARGSORT.top_k", "TOP_K"})
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def rewritten(graph: Graph) -> tuple[Graph, Reach]:
     """All passes in turn: the graph to train with, and which weights an adapter on it can train."""
     graph, reach = take_out_adapter(graph)
     graph = join(drop_empty_states(prune(order_memory(name_masks(forward_casts(graph))))))
-    graph = prune(unabsorb(graph))
+    graph = prune(shorten_sorts(prune(unabsorb(graph))))
     return graph, without_gradient(graph, reach)
 
 
@@ -334,6 +335,44 @@ def join(graph: Graph) -> Graph:
             continue
         walk.add(index, walk.carried(replace(inner, name=node.name, sources=(*inner.sources, node.sources[1]))))
     return prune(walk.finished())
+
+
+def shorten_sorts(graph: Graph) -> Graph:
+    """The graph in which ARGSORT, descending, and views of its first k columns are ARGSORT.top_k, if nothing else reads
+    it: llama.cpp's way to choose experts.
+
+    Args:
+        graph: of nodes that the logits need.
+    """
+    readers: defaultdict[int, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        for source in {*node.sources, node.view_parent} - {None}:
+            assert source is not None
+            readers[source].append(node)
+    walk = _Walk(graph)
+    for index, node in enumerate(graph.nodes):
+        views = readers[index]
+        first = node.sources[0] if node.sources else None
+        if node.op == "ARGSORT" and node.integer(0) == 1 and _are_first_columns(views, index, node):
+            # The name is that of what both have.
+            walk.add(index, walk.carried(replace(node, op="ARGSORT.top_k", name=views[0].name, shape=views[0].shape)))
+        elif node.op == "VIEW" and first is not None and walk.nodes[walk.place[first]].op == "ARGSORT.top_k":
+            walk.place[index] = walk.place[first]
+        else:
+            walk.add(index, walk.carried(node))
+    return walk.finished()
+
+
+def _are_first_columns(views: list[Node], parent: int, of: Node) -> bool:
+    """Whether nodes are all views of the same first columns of the node `parent`."""
+    return len({view.shape for view in views}) == 1 and all(
+        view.op == "VIEW"
+        and view.sources == (parent,)
+        and view.view_offset == 0
+        and view.strides == of.strides
+        and view.shape[:3] == of.shape[:3]
+        for view in views
+    )
 
 
 def _first(node: Node) -> int:

@@ -20,6 +20,7 @@ from pyggtrain.ops.quant_linear import quant_linear
 from pyggtrain.ops.rms_norm import rms_norm
 from pyggtrain.ops.rope import RopeTables, rope
 from pyggtrain.ops.swiglu import swiglu
+from pyggtrain.ops.top_k import top_k
 
 __all__ = [
     "Documents",
@@ -37,4 +38,5 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "top_k",
 ]

@@ -137,6 +137,9 @@ CASES: dict[str, Case] = {
     "ARGSORT": Case(
         lambda x: torch.tensor([[[[0, 2, 1], [1, 2, 0]]]]), (), {0: 1}, inputs=(RANK,), has_gradient=False
     ),
+    "ARGSORT.top_k": Case(
+        lambda x: torch.tensor([[[[0, 2], [1, 2]]]]), shape=(1, 1, 2, 2), inputs=(RANK,), shapes=(), has_gradient=False
+    ),
     "CLAMP": Case(lambda x: x.maximum(torch.tensor(-0.5)).minimum(torch.tensor(0.25)), params={0: -0.5, 1: 0.25}),
     "CONCAT": Case(lambda a, b: torch.cat([a, b], 2), ((1, 2, 3, 4), (1, 2, 1, 4)), {0: 2}),
     "CONT": Case(lambda x: x.reshape(1, 1, 6, 4), shape=(1, 1, 6, 4)),

@@ -8,6 +8,7 @@ from pyggtrain.graph.rewrite import (
     name_rows_of_tokens,
     order_memory,
     prune,
+    shorten_sorts,
     take_out_adapter,
     without_gradient,
 )
@@ -34,9 +35,11 @@ class Sketch:
         shape: tuple[int, ...] = MATRIX,
         type: str = "f32",
         parent: int | None = None,
+        param: int = 0,
+        offset: int = 0,
     ) -> int:
         strides = (256, 256, 32, 4)
-        self.nodes.append(Node(name, op, role, type, shape, strides, (0,) * 16, sources, parent, 0))
+        self.nodes.append(Node(name, op, role, type, shape, strides, (param,) * 16, sources, parent, offset))
         return len(self.nodes) - 1
 
     def pair(self, product: int, weight: str, x: int, kind: str = "MUL_MAT") -> int:
@@ -213,6 +216,39 @@ def test_a_weight_that_only_chooses_is_not_trainable() -> None:
     assert reach.trainable == {"indexer", "router"}
     felt = without_gradient(prune(graph), reach)
     assert felt.trainable == {"router"} and "no gradient for a choice" in felt.missed["indexer"]
+
+
+def sorted_and_read(*views: tuple[tuple[int, ...], int], is_descending: bool = True) -> Graph:
+    """A sort of x, and views of it of shapes and offsets added up."""
+    sketch = Sketch()
+    order = sketch.op("ARGSORT", sketch.leaf("x", "input"), type="i32", param=int(is_descending), name="order")
+    read = [
+        sketch.op("VIEW", order, shape=shape, offset=offset, type="i32", parent=order, name="chosen")
+        for shape, offset in views
+    ]
+    sketch.op("CONCAT", *(read or [order]))
+    return sketch.graph()
+
+
+def test_a_sort_of_which_the_first_columns_are_read_is_no_sort() -> None:
+    columns = (1, 1, 8, 3)
+    for views in (((columns, 0),), ((columns, 0), (columns, 0))):
+        graph = prune(shorten_sorts(sorted_and_read(*views)))
+        assert ops_of(graph) == ["ARGSORT.top_k", "CONCAT"]
+        chosen = graph.nodes[graph.nodes[-1].sources[0] or 0]
+        assert (chosen.name, chosen.shape, set(graph.nodes[-1].sources)) == ("chosen", columns, {1})
+
+
+def test_a_sort_that_is_read_otherwise_stays() -> None:
+    columns, rows = (1, 1, 8, 3), (1, 1, 3, 8)
+    for graph in (
+        sorted_and_read(),
+        sorted_and_read((columns, 4)),
+        sorted_and_read((rows, 0)),
+        sorted_and_read((columns, 0), ((1, 1, 8, 2), 0)),
+        sorted_and_read((columns, 0), is_descending=False),
+    ):
+        assert shorten_sorts(graph) == graph
 
 
 def test_rows_of_a_table_of_ngrams_are_known_by_what_reads_them() -> None:

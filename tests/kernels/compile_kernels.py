@@ -64,6 +64,7 @@ from pyggtrain.kernels.reference.cases import EXPERT_TYPES
 from pyggtrain.kernels.rms_norm import rms_norm_bwd_kernel, rms_norm_fwd_kernel
 from pyggtrain.kernels.rope import rope_kernel
 from pyggtrain.kernels.swiglu import swiglu_bwd_kernel, swiglu_fwd_kernel
+from pyggtrain.kernels.top_k import top_k_kernel
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -162,6 +163,9 @@ def experts() -> Iterator[Configuration]:
     ids = integers | {"p_ids": "*i64"}
     yield configuration(expert_count_kernel, other=ids, BS=256, BC=64, BE=128)
     yield configuration(expert_place_kernel, other=ids, BS=256, BC=64, BP=64, BE=128)
+    for experts in (32, 1024):
+        sizes = {"K": 8, "BE": experts, "BK": 8}
+        yield configuration(top_k_kernel, float32=("p_x",), other=integers, options={"num_warps": 1}, **sizes)
     yield configuration(combine_kernel, float32=("p_probs",), J=8, HAS_PROBS=True, HAS_RESIDUAL=True, BD=1024)
     yield configuration(expert_swiglu_fwd_kernel, BF=1024, HAS_LIMIT=True)
     probs = ("p_probs", "p_d_probs")

@@ -1,4 +1,4 @@
-"""Kernels of experts: sorting by expert, grouped products, their low-rank pairs, SwiGLU with the router's weight."""
+"""Kernels of experts: choosing, sorting by expert, grouped products, low-rank pairs, SwiGLU with a router's weight."""
 
 import pytest
 import torch
@@ -10,10 +10,11 @@ from pyggtrain.kernels.moe_routing import combine, sort_by_expert
 from pyggtrain.kernels.reference import experts as reference
 from pyggtrain.kernels.reference import moe_routing as routing_reference
 from pyggtrain.kernels.reference.checks import CHECKS, Check
+from pyggtrain.kernels.top_k import top_k
 
 ALL = [
     pytest.param(check, id=f"{name}_{check.id}")
-    for name in ("moe_routing", "grouped_matmul", "grouped_lora", "expert_swiglu")
+    for name in ("top_k", "moe_routing", "grouped_matmul", "grouped_lora", "expert_swiglu")
     for check in CHECKS[name]
 ]
 
@@ -45,6 +46,7 @@ def test_no_tokens_are_no_work(device: torch.device) -> None:
     assert routing.bounds.tolist() == [0, 0, 0, 0]
     empty = torch.zeros(0, 32, device=device)
     grouped_matmul_forward(empty, torch.zeros(3, 32, 32, device=device), routing, out=empty)
+    assert top_k(empty, 4).shape == (0, 4)
     assert combine(empty, 2).shape == (0, 32)
     assert not outer(torch.zeros(0, 16, device=device), empty, routing, rank=2, is_lora_b=False).any()
 
@@ -88,6 +90,11 @@ def test_reference_gradients_are_the_gradients() -> None:
 def test_wrong_arguments_are_refused(device: torch.device) -> None:
     zeros = lambda *shape: torch.zeros(*shape, device=device)  # noqa: E731
     routing = sort_by_expert(torch.zeros(4, 2, dtype=torch.int64, device=device), 3)
+    with pytest.raises(ValueError, match="x is torch.float64"):
+        top_k(zeros(4, 8).double(), 2)
+    for shape, chosen in (((4, 8), 9), ((4, 64), 33), ((4, 1025), 2)):
+        with pytest.raises(ValueError, match="at most 32 of at most 1024"):
+            top_k(zeros(*shape), chosen)
     with pytest.raises(ValueError, match="ids are"):
         sort_by_expert(zeros(4, 2), 3)
     with pytest.raises(ValueError, match="0, 1 or 2"):

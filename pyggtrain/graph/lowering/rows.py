@@ -2,6 +2,7 @@
 
 import torch
 
+from pyggtrain import ops
 from pyggtrain.graph.frame import Frame, in_full
 from pyggtrain.graph.ir import Graph, Node
 from pyggtrain.graph.lowering.kernel import Kernel, Lowering
@@ -37,6 +38,11 @@ def _argsort(graph: Graph, node: Node) -> Kernel:
     return lambda frame, x: torch.argsort(x.detach(), dim=-1, descending=is_descending, stable=True).int()
 
 
+def _argsort_top_k(graph: Graph, node: Node) -> Kernel:
+    """The first columns of a descending ARGSORT: see `rewrite.shorten_sorts`."""
+    return lambda frame, x: ops.top_k(x, frame.shape(node.shape)[-1])
+
+
 def _top_k(graph: Graph, node: Node) -> Kernel:
     return lambda frame, x: torch.topk(x.detach(), frame.shape(node.shape)[-1], dim=-1).indices.int()
 
@@ -68,6 +74,7 @@ def _arange(graph: Graph, node: Node) -> Kernel:
 LOWERINGS: dict[str, Lowering] = {
     "ARANGE": _arange,
     "ARGSORT": _argsort,
+    "ARGSORT.top_k": _argsort_top_k,
     "GET_ROWS": _get_rows,
     "LIGHTNING_INDEXER": _lightning_indexer,
     "SET_ROWS": _set_rows,
