@@ -256,7 +256,8 @@ class ImportedModel(Model):
 
     def _begin_stash(self, kept: Sequence[Kept]) -> HostStash | None:
         """Where a pass with gradients keeps what is to wait on the host, if anything is."""
-        if not torch.is_grad_enabled() or not any(one.on_host for one in kept):
+        # It holds one pass; documents one by one are several before their backward.
+        if not torch.is_grad_enabled() or self.takes_one_document or not any(one.on_host for one in kept):
             return None
         self._stash = self._stash or HostStash(self._device)
         self._stash.begin()

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from pyggtrain.errors import UnsupportedError
-from pyggtrain.nn import POLICIES, Batch, Model
+from pyggtrain.nn import GPU_POLICIES, POLICIES, Batch, Model
 from pyggtrain.training.config import TrainConfig, size_in_bytes
 from pyggtrain.training.objectives import Document, Objective
 from pyggtrain.training.optimizers import PAGED, device_bytes, host_bytes
@@ -277,7 +277,8 @@ class Planner:
     def settings(self) -> list[tuple[str, int]]:
         """(policy, rows of a micro-batch) that the planner may choose from, the fastest first."""
         chosen = self._config.gradient_checkpointing
-        policies = POLICIES if chosen == "auto" else (chosen,)
+        all_policies = GPU_POLICIES if self._device.type == "cuda" else POLICIES
+        policies = all_policies if chosen == "auto" else (chosen,)
         pairs = [(policy, size) for policy in policies for size in micro_batch_sizes(self._config)]
         return sorted(pairs, key=lambda pair: relative_time(pair[0], self._num_tokens(pair[1]), self._device.type))
 

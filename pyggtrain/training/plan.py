@@ -8,7 +8,6 @@ import torch
 
 from pyggtrain.errors import ConfigError
 from pyggtrain.gguf import GGUFFile
-from pyggtrain.nn import GPU_POLICIES
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.data import longest_row
 from pyggtrain.training.gpu_memory import FusedSizes, RehearsedOnGpu, fused_settings, num_vocab_of
@@ -18,7 +17,6 @@ from pyggtrain.training.memory import (
     RehearsedNeed,
     free_memory_bytes,
     mib,
-    micro_batch_sizes,
     relative_time,
 )
 from pyggtrain.training.objectives import Document
@@ -200,13 +198,7 @@ def _of_any(
     is_gpu = device.type == "cuda"
     need = RehearsedOnGpu(rehearsal) if is_gpu else RehearsedNeed(rehearsal)
     planner = Planner(need, config, device, longest, to_load=_to_load(rehearsal) if is_gpu else 0)
-    settings = list(planner.settings)
-    if is_gpu and config.gradient_checkpointing == "auto":
-        # Only who asks for them by name gets the others.
-        policies = {policy for policy, _ in settings}
-        others = [policy for policy in GPU_POLICIES if policy not in policies]
-        settings += [(policy, size) for policy in others for size in micro_batch_sizes(config)]
-    plans = [planner.plan(*setting) for setting in settings]
+    plans = [planner.plan(*setting) for setting in planner.settings]
     timed = [(plan, relative_time(plan.policy, plan.num_tokens, plan.device_type)) for plan in plans]
     return sorted(timed, key=lambda pair: pair[1]), planner.fastest()
 
