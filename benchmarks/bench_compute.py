@@ -1,12 +1,12 @@
 """What a way to compute costs a trained model: SmolLM2-135M on the quick start's task, same rows and seeds each time.
 
     python benchmarks/bench_compute.py --output benchmarks/results/compute.jsonl
-    python benchmarks/bench_compute.py --ways cpu,bf16 --seeds 0 --answers 0
+    python benchmarks/bench_compute.py --once cpu --ways bf16,fp8 --answers 0
 
 Each run is `pyggtrain train` with the quick start's settings. Written down: training losses by step, held-out loss of
 the trainer, held-out loss and exact answers of the adapter in llama.cpp (on the CPU, which knows nothing of the way
 that it was trained), outcome of the parity report for the first seed, tokens per second. At the end, for one batch and
-the first trained adapter, the gradient of each way beside that of "exact".
+the first trained adapter, the gradient of each way beside that of the first.
 """
 
 import argparse
@@ -133,6 +133,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=None, help="default: the quick start's")
     parser.add_argument("--ways", default="exact,bf16,fp8", help=f"comma-separated, of {', '.join(WAYS)}")
+    parser.add_argument("--once", default="", help="ways that only the first seed is trained with, before the others")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--answers", type=int, default=100, help="held-out requests that llama.cpp answers, 0: none")
     parser.add_argument("--max-steps", type=int, help="fewer make a quick look")
@@ -140,25 +141,27 @@ def main() -> int:
     options = parser.parse_args()
     options.model = options.model or model_path()
     options.seeds = [int(seed) for seed in options.seeds.split(",")]
-    ways = options.ways.split(",")
+    once, ways = options.once.split(",") if options.once else [], options.ways.split(",")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         runpy.run_path(str(MAKE_DATA))["main"](folder)
         versions = environment() if torch.cuda.is_available() else {"torch": torch.__version__}
         ready = None
-        for seed, way in itertools.product(options.seeds, ways):
+        runs = [(options.seeds[0], way) for way in once]
+        for seed, way in (*runs, *itertools.product(options.seeds, ways)):
             line, ready = run(way, seed, options, folder)
             append_line(options.output, line | versions)
         assert ready is not None
         rows = [ready.data.rows[index] for index in range(8)]
         batch = Batch.from_documents([(row.input_ids, row.labels) for row in rows])
-        trained = folder / f"{ways[0]}-{options.seeds[0]}.gguf"
-        gradients = {way: gradient(way, trained, options, batch) for way in ways}
-        exact = gradients[ways[0]]
+        reference, *_ = all_ways = [*once, *ways]
+        trained = folder / f"{reference}-{options.seeds[0]}.gguf"
+        gradients = {way: gradient(way, trained, options, batch) for way in all_ways}
+        exact = gradients[reference]
         for way, found in gradients.items():
             error = float((found - exact).norm() / exact.norm())
             cosine = float(torch.cosine_similarity(found, exact, dim=0))
-            line = {"benchmark": "compute_gradient", "way": way, "of": ways[0], "error": error, "cosine": cosine}
+            line = {"benchmark": "compute_gradient", "way": way, "of": reference, "error": error, "cosine": cosine}
             append_line(options.output, line | versions)
     return 0
 
