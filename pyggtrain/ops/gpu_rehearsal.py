@@ -61,9 +61,9 @@ _MAKERS = (
     *("randperm", "tensor", "as_tensor", "scalar_tensor", "empty_like", "zeros_like", "ones_like", "full_like"),
     *("rand_like", "randn_like"),
 )
+_METHODS = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor")
 # Storages of the host without memory, by the address of torch's own record. A model keeps some between rehearsals.
 _host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-_METHODS = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor")
 
 
 class _ToldOfGpu(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,22 @@ def test_a_gpu_of_unknown_size_is_refused(tiny_llama_path: Path) -> None:
         planned(tiny_llama_path, max_memory=None)
     with pytest.raises(ConfigError, match="found 'cuda:x'; needed"):
         planned(tiny_llama_path, device="cuda:x")
+
+
+def test_the_free_memory_of_a_card_counts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 2 * GIB
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(name="H200"))
+    plan = planned(path, max_memory=None)
+    assert plan.chosen is not None and plan.device == "cuda"
+    loaded = plan.chosen.parts["base file"] + 4 * plan.num_parameters
+    assert plan.chosen.free_bytes == pytest.approx(free - loaded, abs=512 * 1024)
+    assert "beside base and adapter" in plan.chosen.bounds()
+    free = 4 * 2**20
+    plan = planned(path, max_memory=None)
+    assert plan.chosen is None and "Nothing fits" in plan.verdict()
 
 
 def test_policies_of_a_mixture_are_compared(sparse_gguf: Callable[..., Path]) -> None:
