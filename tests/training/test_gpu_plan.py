@@ -94,7 +94,6 @@ def test_policies_of_a_mixture_are_compared(sparse_gguf: Callable[..., Path]) ->
     none, matmuls, layers, offload = (peak(plan, policy) for policy in ("none", "matmuls", "layers", "offload"))
     assert none.total_bytes > matmuls.total_bytes > layers.total_bytes
     assert offload.total_bytes < matmuls.total_bytes and offload.host_bytes > 0 == matmuls.host_bytes
-    # A run takes it only by its name.
     assert plan.chosen is not None and plan.chosen.policy == "none"
 
 
