@@ -7,6 +7,7 @@ they are asked for.
 
 import importlib.util
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -53,7 +54,14 @@ def _adamw_8bit(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
     bitsandbytes computes it on CPUs as on GPUs (from 0.50 on), and keeps parameters of fewer than 4,096 numbers in
     float32.
     """
-    import bitsandbytes
+    # It warns of 4-bit products that it could have faster, which nobody here asks it for.
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import bitsandbytes
+    finally:
+        logger.setLevel(level)
 
     class AdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[misc]
         """The library's, without a wait for the device after each parameter; a group may ask for `optim_bits` = 32."""
