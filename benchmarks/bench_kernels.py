@@ -1,8 +1,10 @@
 """Every kernel but dequantisation: streaming ones against the card's copy bandwidth, attention against torch's.
 
     python benchmarks/bench_kernels.py --output benchmarks/results/kernels.jsonl
+    python benchmarks/bench_kernels.py --only attention --head-sizes 256
 
-Shapes are those of Llama-3.1-8B at 8,192 tokens. Correctness is the tests' (tests/kernels), on the same functions.
+Shapes are those of Llama-3.1-8B at 8,192 tokens, and heads of 256 are Qwen3.6-35B-A3B's. Correctness is the tests'
+(tests/kernels), on the same functions.
 """
 
 import argparse
@@ -22,6 +24,8 @@ from pyggtrain.kernels.rope import rope_forward
 from pyggtrain.kernels.swiglu import swiglu_backward, swiglu_forward
 
 TOKENS, WIDTH, FEED_FORWARD, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 8192, 4096, 14336, 32, 8, 128, 128256
+# Head size -> query and key heads.
+ATTENTION_HEADS = {128: (HEADS, KV_HEADS), 64: (HEADS, KV_HEADS), 256: (16, 2)}
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -62,8 +66,10 @@ def streaming_cases() -> dict[str, tuple[Callable[[int], object], int]]:
     }
 
 
-def attention_cases() -> dict[str, tuple[int, int, int | None]]:
+def attention_cases(head_size: int) -> dict[str, tuple[int, int, int | None]]:
     """Name -> (documents, tokens in each, window)."""
+    if head_size == 256:
+        return {"1 x 2048": (1, 2048, None), "4 x 2048": (4, 2048, None), "1 x 8192": (1, 8192, None)}
     return {
         "4 x 2048": (4, 2048, None),
         "1 x 8192": (1, 8192, None),
@@ -75,8 +81,9 @@ def attention_cases() -> dict[str, tuple[int, int, int | None]]:
 def measure_attention(documents: int, length: int, window: int | None, head_size: int) -> dict[str, float]:
     """Forward and backward in ms: ours, torch's flash attention for packed documents, cuDNN where it has the case."""
     aten = torch.ops.aten
-    rows = normal(documents * length, (HEADS + 2 * KV_HEADS) * head_size).unflatten(1, (-1, head_size))
-    q, k, v = rows.split((HEADS, KV_HEADS, KV_HEADS), 1)
+    heads, kv_heads = ATTENTION_HEADS[head_size]
+    rows = normal(documents * length, (heads + 2 * kv_heads) * head_size).unflatten(1, (-1, head_size))
+    q, k, v = rows.split((heads, kv_heads, kv_heads), 1)
     do, scale = normal(*q.shape), head_size**-0.5
     cu_seqlens = torch.arange(0, documents * length + 1, length, device="cuda", dtype=torch.int32)
     mask = AttentionMask.from_documents(cu_seqlens, len(q), window=window)
@@ -92,7 +99,8 @@ def measure_attention(documents: int, length: int, window: int | None, head_size
     times["flash_backward"] = lambda i: aten._flash_attention_backward(
         do, q, k, v, flash[0], flash[1], *bounds, flash[2], flash[3], scale=scale, **sides
     )
-    if window is None:
+    # Not for heads of 256 backward.
+    if window is None and head_size <= 128:
         batched = [part.unflatten(0, (documents, length)).transpose(1, 2) for part in (q, k, v, do)]
         forward = aten._scaled_dot_product_cudnn_attention
         kept = forward(*batched[:3], None, True, 0.0, True, False)
@@ -104,21 +112,31 @@ def measure_attention(documents: int, length: int, window: int | None, head_size
     return {f"{name}_ms": round(time_ms(call, repeats=10)["ms"], 3) for name, call in times.items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="jsonl file to append to")
-    args = parser.parse_args()
+def measure_streaming(output: Path | None) -> None:
+    """Append what each streaming kernel reaches of the card's copy bandwidth."""
     peak = copy_bandwidth()
-    append_line(args.output, {"benchmark": "copy", "TB_per_s": round(peak / 1e12, 3), **environment()})
+    append_line(output, {"benchmark": "copy", "TB_per_s": round(peak / 1e12, 3), **environment()})
     for name, (call, num_bytes) in streaming_cases().items():
         times = time_ms(call, repeats=20)
         rate = num_bytes / times["ms"] * 1e3
         line = {"benchmark": name} | {key: round(value, 4) for key, value in times.items()}
-        append_line(args.output, line | {"TB_per_s": round(rate / 1e12, 3), "share_of_copy": round(rate / peak, 3)})
-    for head_size in (128, 64):
-        for name, (documents, length, window) in attention_cases().items():
-            line = {"benchmark": "attention", "documents": name, "heads": [HEADS, KV_HEADS, head_size]}
-            append_line(args.output, line | measure_attention(documents, length, window, head_size))
+        append_line(output, line | {"TB_per_s": round(rate / 1e12, 3), "share_of_copy": round(rate / peak, 3)})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="jsonl file to append to")
+    parser.add_argument("--only", choices=("streaming", "attention"), help="this part alone")
+    parser.add_argument("--head-sizes", type=int, nargs="+", default=list(ATTENTION_HEADS), choices=ATTENTION_HEADS)
+    args = parser.parse_args()
+    if args.only != "attention":
+        measure_streaming(args.output)
+    if args.only != "streaming":
+        append_line(args.output, {"benchmark": "environment", **environment()})
+        for head_size in args.head_sizes:
+            for name, (documents, length, window) in attention_cases(head_size).items():
+                line = {"benchmark": "attention", "documents": name, "heads": [*ATTENTION_HEADS[head_size], head_size]}
+                append_line(args.output, line | measure_attention(documents, length, window, head_size))
     return 0
 
 

@@ -15,7 +15,9 @@ Backward, with D_t = o_t . do_t and everything of a block made again from q, k a
     dq_t = softmax_scale sum_s dz_ts k_s          dk_s = softmax_scale sum_t dz_ts q_t
 
 Two kernels, one summing over keys and one over queries (all query heads of a key head in one program): 7 products
-instead of 5, no atomics, the same bits on every run. A sink is a constant of the model and gets no gradient.
+instead of 5, no atomics, the same bits on every run. Heads of 256 sum dk and dv one after the other (8 products), as
+both do not fit the registers; and where blocks and key heads make too few programs to fill a card, each takes part of
+the query heads, and a third kernel adds up the parts (float32). A sink is a constant of the model and gets no gradient.
 
 Saved: o and lse (float32, natural logarithm, [H, T]). Products of bfloat16 accumulate in float32; p and dz are rounded
 to the inputs' dtype for the second product. Head size up to 256, q, k and v alike.

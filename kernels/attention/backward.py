@@ -1,10 +1,25 @@
 """Attention, backward. The mathematics is in the package's docstring."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from pyggtrain.kernels.attention.mask import AttentionMask, check_attention, check_heads
-from pyggtrain.kernels.attention.scores import LOG2_E, Tile, key_bounds, load_tile, precision, scores, tile_for
+from pyggtrain.kernels.attention.scores import (
+    FLOAT32_TILE,
+    LOG2_E,
+    Tile,
+    block_and_head,
+    key_bounds,
+    last_rows_first,
+    load_tile,
+    num_rounds,
+    precision,
+    scores,
+    tile_for,
+)
 
 
 @triton.jit
@@ -33,11 +48,18 @@ def attention_bwd_rows_kernel(
 
 
 @triton.jit
-def score_gradient(b_z, b_dp, b_lse, b_rows, m_seen, softcap, IS_MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """p and dz from scores in units of log 2; the caller lays b_lse and b_rows along the axis of queries."""
+def probabilities(b_z, b_lse, m_seen, IS_MASKED: tl.constexpr):
+    """p from scores in units of log 2; the caller lays b_lse along the axis of queries."""
     b_p = tl.exp2(b_z - b_lse * LOG2_E)
     if IS_MASKED:
         b_p = tl.where(m_seen, b_p, 0.0)
+    return b_p
+
+
+@triton.jit
+def score_gradient(b_z, b_dp, b_lse, b_rows, m_seen, softcap, IS_MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """p and dz; the caller lays b_rows as b_lse."""
+    b_p = probabilities(b_z, b_lse, m_seen, IS_MASKED)
     b_dz = b_p * (b_dp - b_rows)
     if HAS_SOFTCAP:
         b_ratio = b_z / (softcap * LOG2_E)
@@ -115,11 +137,12 @@ def attention_bwd_dq_kernel(
     BK: tl.constexpr,
     BT: tl.constexpr,
     BS: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    IS_WRAPPED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
-    h = tl.program_id(1).to(tl.int64)
+    row, h = last_rows_first(BT, HEADS_FIRST)
     o_t = row + tl.arange(0, BT)
     m_t = o_t < T
     o_k = tl.arange(0, BK)
@@ -135,31 +158,32 @@ def attention_bwd_dq_kernel(
     p_v += h // GROUP * v_stride_h
     first, whole, diagonal = key_bounds(p_first_key, row, end, BS)
     b_dq = tl.zeros([BT, BK], tl.float32)
-    for part in tl.static_range(3):
-        b_dq = bwd_dq_keys(
-            b_dq,
-            b_q,
-            b_do,
-            b_lse,
-            b_rows,
-            p_k,
-            p_v,
-            k_stride_t,
-            v_stride_t,
-            first if part == 0 else whole if part == 1 else diagonal,
-            whole if part == 0 else diagonal if part == 1 else end,
-            o_t,
-            b_first_key,
-            T,
-            softmax_scale,
-            softcap,
-            K,
-            BK,
-            BS,
-            part != 1,
-            HAS_SOFTCAP,
-            PRECISION,
-        )
+    for _ in range(num_rounds(end, T, IS_WRAPPED)):
+        for part in tl.static_range(3):
+            b_dq = bwd_dq_keys(
+                b_dq,
+                b_q,
+                b_do,
+                b_lse,
+                b_rows,
+                p_k,
+                p_v,
+                k_stride_t,
+                v_stride_t,
+                first if part == 0 else whole if part == 1 else diagonal,
+                whole if part == 0 else diagonal if part == 1 else end,
+                o_t,
+                b_first_key,
+                T,
+                softmax_scale,
+                softcap,
+                K,
+                BK,
+                BS,
+                part != 1,
+                HAS_SOFTCAP,
+                PRECISION,
+            )
     p_dq = p_dq + h * dq_stride_h + o_t_long * dq_stride_t + o_k[None, :]
     tl.store(p_dq, (b_dq * softmax_scale).to(p_dq.dtype.element_ty), mask=m_tk)
 
@@ -186,11 +210,13 @@ def bwd_dkv_queries(
     K: tl.constexpr,
     BK: tl.constexpr,
     BT: tl.constexpr,
+    HAS_DK: tl.constexpr,
+    HAS_DV: tl.constexpr,
     IS_MASKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what queries first..last - 1 give to dk and dv; scores are kept transposed, [BS, BT]."""
+    """Add what queries first..last - 1 give to dk and dv, or to one of them; scores are kept transposed, [BS, BT]."""
     o_k = tl.arange(0, BK)
     IS_CHECKED: tl.constexpr = IS_MASKED or K < BK
     for start in range(first, last, BT):
@@ -202,13 +228,21 @@ def bwd_dkv_queries(
         b_z = scores(b_k, b_q, softmax_scale, softcap, HAS_SOFTCAP, PRECISION)
         p_do_tile = p_do + tl.cast(start, tl.int64) * do_stride_t + (o_t_block[:, None] * do_stride_t + o_k[None, :])
         b_do = load_tile(p_do_tile, m_t[:, None], (o_k < K)[None, :], IS_CHECKED)
-        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        if HAS_DK:
+            b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         b_lse = tl.load(p_lse + o_t, mask=m_t, other=0.0)
         b_rows = tl.load(p_rows + o_t, mask=m_t, other=0.0)
         m_seen = (o_t[None, :] >= o_s[:, None]) & (o_t[None, :] <= b_last_query[:, None])
-        b_p, b_dz = score_gradient(b_z, b_dp, b_lse[None, :], b_rows[None, :], m_seen, softcap, IS_MASKED, HAS_SOFTCAP)
-        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-        b_dk = tl.dot(b_dz.to(b_q.dtype), tl.trans(b_q), b_dk, input_precision=PRECISION)
+        if HAS_DK:
+            b_p, b_dz = score_gradient(
+                b_z, b_dp, b_lse[None, :], b_rows[None, :], m_seen, softcap, IS_MASKED, HAS_SOFTCAP
+            )
+        else:
+            b_p = probabilities(b_z, b_lse[None, :], m_seen, IS_MASKED)
+        if HAS_DV:
+            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        if HAS_DK:
+            b_dk = tl.dot(b_dz.to(b_q.dtype), tl.trans(b_q), b_dk, input_precision=PRECISION)
     return b_dk, b_dv
 
 
@@ -235,6 +269,8 @@ def attention_bwd_dkv_kernel(
     dk_stride_h,
     dv_stride_t,
     dv_stride_h,
+    num_parts,
+    part_stride,
     T,
     softmax_scale,
     softcap,
@@ -243,18 +279,26 @@ def attention_bwd_dkv_kernel(
     BK: tl.constexpr,
     BT: tl.constexpr,
     BS: tl.constexpr,
+    HAS_DK: tl.constexpr,
+    HAS_DV: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    IS_WRAPPED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    key = tl.program_id(0) * BS
-    n = tl.program_id(1).to(tl.int64)
+    # the first blocks are seen by most queries
+    block, head = block_and_head(HEADS_FIRST)
+    key = block * BS
+    n, part_of_group = head // num_parts, head % num_parts
     o_s = key + tl.arange(0, BS)
     m_s = o_s < T
     o_k = tl.arange(0, BK)
     m_sk = m_s[:, None] & (o_k < K)[None, :]
     o_s_long = o_s[:, None].to(tl.int64)
     b_k = tl.load(p_k + n * k_stride_h + o_s_long * k_stride_t + o_k[None, :], mask=m_sk, other=0.0)
-    b_v = tl.load(p_v + n * v_stride_h + o_s_long * v_stride_t + o_k[None, :], mask=m_sk, other=0.0)
+    b_v = b_k
+    if HAS_DK:
+        b_v = tl.load(p_v + n * v_stride_h + o_s_long * v_stride_t + o_k[None, :], mask=m_sk, other=0.0)
     b_last_query = tl.load(p_last_query + o_s, mask=m_s, other=-1)
     b_dk = tl.zeros([BS, BK], tl.float32)
     b_dv = tl.zeros([BS, BK], tl.float32)
@@ -264,8 +308,9 @@ def attention_bwd_dkv_kernel(
     end = tl.load(p_last_query + tl.minimum(key + BS, T) - 1) + 1
     diagonal = tl.minimum(tl.cdiv(tl.minimum(key + BS, T) - 1, BT) * BT, tl.cdiv(end, BT) * BT)
     whole = tl.maximum((tl.load(p_last_query + key) + 1) // BT * BT, diagonal)
-    for g in range(GROUP):
-        h = n * GROUP + g
+    num_heads = GROUP // num_parts
+    for g in range(num_heads * num_rounds(end, T, IS_WRAPPED)):
+        h = head * num_heads + g
         for part in tl.static_range(3):
             b_dk, b_dv = bwd_dkv_queries(
                 b_dk,
@@ -288,15 +333,65 @@ def attention_bwd_dkv_kernel(
                 K,
                 BK,
                 BT,
+                HAS_DK,
+                HAS_DV,
                 part != 1,
                 HAS_SOFTCAP,
                 PRECISION,
             )
 
-    p_dk = p_dk + n * dk_stride_h + o_s_long * dk_stride_t + o_k[None, :]
-    p_dv = p_dv + n * dv_stride_h + o_s_long * dv_stride_t + o_k[None, :]
-    tl.store(p_dk, (b_dk * softmax_scale).to(p_dk.dtype.element_ty), mask=m_sk)
-    tl.store(p_dv, b_dv.to(p_dv.dtype.element_ty), mask=m_sk)
+    if HAS_DK:
+        p_dk = p_dk + part_of_group * part_stride + n * dk_stride_h + o_s_long * dk_stride_t + o_k[None, :]
+        tl.store(p_dk, (b_dk * softmax_scale).to(p_dk.dtype.element_ty), mask=m_sk)
+    if HAS_DV:
+        p_dv = p_dv + part_of_group * part_stride + n * dv_stride_h + o_s_long * dv_stride_t + o_k[None, :]
+        tl.store(p_dv, b_dv.to(p_dv.dtype.element_ty), mask=m_sk)
+
+
+@triton.jit
+def attention_bwd_sum_kernel(
+    p_parts,
+    p_out,
+    out_stride_t,
+    out_stride_h,
+    T,
+    PARTS: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """A gradient from its parts [PARTS, N, T, K], in their order."""
+    n = tl.program_id(1).to(tl.int64)
+    o_t = (tl.program_id(0) * BT + tl.arange(0, BT))[:, None].to(tl.int64)
+    o_k = tl.arange(0, BK)[None, :]
+    m_tk = (o_t < T) & (o_k < K)
+    b_sum = tl.zeros([BT, BK], tl.float32)
+    for part in tl.static_range(PARTS):
+        b_sum += tl.load(p_parts + ((part * tl.num_programs(1) + n) * T + o_t) * K + o_k, mask=m_tk, other=0.0)
+    tl.store(p_out + n * out_stride_h + o_t * out_stride_t + o_k, b_sum.to(p_out.dtype.element_ty), mask=m_tk)
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """How the gradients are computed.
+
+    Attributes:
+        q: of dq.
+        k: of dk, and of dv with it unless `v` is given.
+        v: of dv, in a pass of its own: one more product, and only one sum in the registers.
+        num_parts: in which a group of query heads is summed, before the parts are; None: as many as the card wants.
+    """
+
+    q: Tile
+    k: Tile
+    v: Tile | None = None
+    num_parts: int | None = None
+
+    def passes(self, dk: torch.Tensor, dv: torch.Tensor) -> list[tuple[Tile, dict[str, torch.Tensor]]]:
+        """The passes over keys: each one's tile and gradients."""
+        if self.v is None:
+            return [(self.k, {"dk": dk, "dv": dv})]
+        return [(self.k, {"dk": dk}), (self.v, {"dv": dv})]
 
 
 def attention_backward(
@@ -313,12 +408,14 @@ def attention_backward(
     dq: torch.Tensor | None = None,
     dk: torch.Tensor | None = None,
     dv: torch.Tensor | None = None,
+    tiles: BackwardTiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v.
 
     Args:
         do: [T, H, K]. q, k, v, o, lse, mask, softmax_scale, softcap: of the forward.
         dq, dk, dv: where the gradients go, such as parts of one matrix; made if None.
+        tiles: None: of `BACKWARD_TILES`.
 
     Returns:
         dq [T, H, K], dk [T, N, K], dv [T, N, K].
@@ -342,7 +439,8 @@ def attention_backward(
         raise ValueError(
             f"lse is {lse.dtype} {list(lse.shape)}; needed: contiguous float32 [{num_heads}, {num_tokens}]."
         )
-    settings = {
+    tiles = tile_for(BACKWARD_TILES, q, FLOAT32_TILES) if tiles is None else tiles
+    settings: dict[str, Any] = {
         "GROUP": num_heads // num_kv_heads,
         "K": head_size,
         "BK": max(16, triton.next_power_of_2(head_size)),
@@ -355,31 +453,55 @@ def attention_backward(
         o, do, rows, *o.stride()[:2], *do.stride()[:2], num_tokens, K=head_size, BK=settings["BK"], BT=64
     )
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2])
-    tile = tile_for(BACKWARD_KV_TILES, q)
-    attention_bwd_dkv_kernel[(triton.cdiv(num_tokens, tile.keys), num_kv_heads)](
-        q,
-        k,
-        v,
-        do,
-        lse,
-        rows,
-        dk,
-        dv,
-        mask.last_query,
-        *strides,
-        *dk.stride()[:2],
-        *dv.stride()[:2],
-        num_tokens,
-        softmax_scale,
-        cap,
-        BT=tile.queries,
-        BS=tile.keys,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **settings,
-    )
-    tile = tile_for(BACKWARD_Q_TILES, q)
-    attention_bwd_dq_kernel[(triton.cdiv(num_tokens, tile.queries), num_heads)](
+    for tile, gradients in tiles.passes(dk, dv):
+        num_blocks = triton.cdiv(num_tokens, tile.keys)
+        num_parts = tiles.num_parts or _num_parts(tile, num_blocks * num_kv_heads, settings["GROUP"], q.device)
+        # [PARTS, T, N, K] of what lies as [PARTS, N, T, K]
+        parts = {
+            name: gradient[None]
+            if num_parts == 1
+            else lse.new_empty(num_parts, num_kv_heads, num_tokens, head_size).transpose(1, 2)
+            for name, gradient in gradients.items()
+        }
+        like = next(iter(parts.values()))
+        to_dk, to_dv = parts.get("dk", like), parts.get("dv", like)
+        attention_bwd_dkv_kernel[tile.grid(num_blocks, num_kv_heads * num_parts)](
+            q,
+            k,
+            v,
+            do,
+            lse,
+            rows,
+            to_dk,
+            to_dv,
+            mask.last_query,
+            *strides,
+            *to_dk.stride()[1:3],
+            *to_dv.stride()[1:3],
+            num_parts,
+            like.stride(0),
+            num_tokens,
+            softmax_scale,
+            cap,
+            HAS_DK="dk" in gradients,
+            HAS_DV="dv" in gradients,
+            **tile.settings,
+            **settings,
+        )
+        if num_parts > 1:
+            for name, gradient in gradients.items():
+                attention_bwd_sum_kernel[(triton.cdiv(num_tokens, SUM_TOKENS), num_kv_heads)](
+                    parts[name],
+                    gradient,
+                    *gradient.stride()[:2],
+                    num_tokens,
+                    PARTS=num_parts,
+                    K=head_size,
+                    BK=settings["BK"],
+                    BT=SUM_TOKENS,
+                )
+    tile = tiles.q
+    attention_bwd_dq_kernel[tile.grid(triton.cdiv(num_tokens, tile.queries), num_heads)](
         q,
         k,
         v,
@@ -393,16 +515,33 @@ def attention_backward(
         num_tokens,
         softmax_scale,
         cap,
-        BT=tile.queries,
-        BS=tile.keys,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.settings,
         **settings,
     )
     return dq, dk, dv
 
 
+def _num_parts(tile: Tile, num_programs: int, group: int, device: torch.device) -> int:
+    """Into how many parts a group of query heads falls so that each multiprocessor has a program and a half."""
+    if not tile.heads_first or device.type != "cuda":
+        return 1
+    wanted = 1.5 * torch.cuda.get_device_properties(device).multi_processor_count
+    divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
+    return next((parts for parts in divisors if num_programs * parts >= wanted), group)
+
+
 # 64 and 128: the fastest of three to six on an H200 (4 x 2048 tokens, 32 query and 8 key heads, bfloat16);
-# 256: what fits its registers
-BACKWARD_KV_TILES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 2), 256: Tile(32, 32, 4, 1)}
-BACKWARD_Q_TILES = {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(32, 32, 4, 2)}
+# 256: chosen by what Triton 3.6 compiles for Hopper, not measured yet. Two sums of 64 x 256 fill the registers of eight
+# warps, which do every product of 64 rows twice; four warps spill. So dk and dv are summed apart, 128 rows each. Blocks
+# of 32 on the other side would leave room for a second stage, but see gated_delta_rule/tiles.py on narrow products.
+BACKWARD_TILES = {
+    64: BackwardTiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    128: BackwardTiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+    256: BackwardTiles(
+        Tile(128, 64, 8, 1, heads_first=True, is_wrapped=True),
+        Tile(64, 128, 8, 1, heads_first=True, is_wrapped=True),
+        Tile(64, 128, 8, 2, heads_first=True, is_wrapped=True),
+    ),
+}
+FLOAT32_TILES = BackwardTiles(FLOAT32_TILE, FLOAT32_TILE)
+SUM_TOKENS = 8

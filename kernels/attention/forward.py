@@ -4,7 +4,19 @@ import torch
 import triton
 import triton.language as tl
 from pyggtrain.kernels.attention.mask import AttentionMask, check_attention, check_heads
-from pyggtrain.kernels.attention.scores import LOG2_E, NOTHING, Tile, key_bounds, load_tile, precision, scores, tile_for
+from pyggtrain.kernels.attention.scores import (
+    FLOAT32_TILE,
+    LOG2_E,
+    NOTHING,
+    Tile,
+    key_bounds,
+    last_rows_first,
+    load_tile,
+    num_rounds,
+    precision,
+    scores,
+    tile_for,
+)
 
 
 @triton.jit
@@ -81,13 +93,13 @@ def attention_fwd_kernel(
     BK: tl.constexpr,
     BT: tl.constexpr,
     BS: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    IS_WRAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # the last blocks see most keys: they start first
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT
-    h = tl.program_id(1).to(tl.int64)
+    row, h = last_rows_first(BT, HEADS_FIRST)
     o_t = row + tl.arange(0, BT)
     m_t = o_t < T
     o_k = tl.arange(0, BK)
@@ -106,30 +118,31 @@ def attention_fwd_kernel(
     b_o = tl.zeros([BT, BK], tl.float32)
 
     first, whole, diagonal = key_bounds(p_first_key, row, end, BS)
-    for part in tl.static_range(3):
-        b_o, b_max, b_sum = fwd_keys(
-            b_o,
-            b_max,
-            b_sum,
-            b_q,
-            p_k,
-            p_v,
-            k_stride_t,
-            v_stride_t,
-            first if part == 0 else whole if part == 1 else diagonal,
-            whole if part == 0 else diagonal if part == 1 else end,
-            o_t,
-            b_first_key,
-            T,
-            softmax_scale,
-            softcap,
-            K,
-            BK,
-            BS,
-            part != 1,
-            HAS_SOFTCAP,
-            PRECISION,
-        )
+    for _ in range(num_rounds(end, T, IS_WRAPPED)):
+        for part in tl.static_range(3):
+            b_o, b_max, b_sum = fwd_keys(
+                b_o,
+                b_max,
+                b_sum,
+                b_q,
+                p_k,
+                p_v,
+                k_stride_t,
+                v_stride_t,
+                first if part == 0 else whole if part == 1 else diagonal,
+                whole if part == 0 else diagonal if part == 1 else end,
+                o_t,
+                b_first_key,
+                T,
+                softmax_scale,
+                softcap,
+                K,
+                BK,
+                BS,
+                part != 1,
+                HAS_SOFTCAP,
+                PRECISION,
+            )
 
     p_o = p_o + h * o_stride_h + o_t[:, None].to(tl.int64) * o_stride_t + o_k[None, :]
     tl.store(p_o, (b_o / b_sum[:, None]).to(p_o.dtype.element_ty), mask=m_tk)
@@ -146,6 +159,7 @@ def attention_forward(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o_t = sum_s softmax_s(z_ts) v_s over the keys that the mask lets t see.
 
@@ -156,6 +170,7 @@ def attention_forward(
         softcap: c of z = c tanh(z / c), applied after the scale.
         sinks: [H], one more logit per head that takes part in the sum and has no value.
         out: [T, H, K], where o goes; made if None.
+        tile: None: of `FORWARD_TILES`.
 
     Returns:
         o [T, H, K], lse float32 [H, T] (natural logarithm, sink included).
@@ -167,8 +182,8 @@ def attention_forward(
     if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
         raise ValueError(f"sinks are {list(sinks.shape)}; needed: contiguous [{num_heads}].")
     lse = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=q.device)
-    tile = tile_for(FORWARD_TILES, q)
-    attention_fwd_kernel[(triton.cdiv(num_tokens, tile.queries), num_heads)](
+    tile = tile_for(FORWARD_TILES, q, FLOAT32_TILE) if tile is None else tile
+    attention_fwd_kernel[tile.grid(triton.cdiv(num_tokens, tile.queries), num_heads)](
         q,
         k,
         v,
@@ -186,17 +201,18 @@ def attention_forward(
         GROUP=num_heads // k.shape[1],
         K=head_size,
         BK=max(16, triton.next_power_of_2(head_size)),
-        BT=tile.queries,
-        BS=tile.keys,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,
         PRECISION=precision(q.dtype),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.settings,
     )
     return out, lse
 
 
 # 64 and 128: the fastest of three and five on an H200 (4 x 2048 tokens, 32 query and 8 key heads, bfloat16);
-# 256: what fits its registers
-FORWARD_TILES = {64: Tile(128, 64, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 64, 8, 2)}
+# 256: chosen by what Triton 3.6 compiles for Hopper, not measured yet (eight warps do products of 64 rows twice)
+FORWARD_TILES = {
+    64: Tile(128, 64, 4, 3),
+    128: Tile(64, 64, 4, 3),
+    256: Tile(128, 64, 8, 2, heads_first=True, is_wrapped=True),
+}

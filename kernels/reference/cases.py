@@ -252,6 +252,7 @@ ATTENTION_CASES = (
     AttentionCase((40, 200), 2, 1, 128, window=33, has_sinks=True),
     AttentionCase((150, 90), 2, 2, 64, softcap=2.0),
     AttentionCase((65, 100), 2, 1, 256, window=64),
+    AttentionCase((150, 9), 4, 1, 256),
 )
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import triton
 from pyggtrain.kernels.attention.backward import (
-    BACKWARD_KV_TILES,
-    BACKWARD_Q_TILES,
+    BACKWARD_TILES,
     attention_bwd_dkv_kernel,
     attention_bwd_dq_kernel,
     attention_bwd_rows_kernel,
+    attention_bwd_sum_kernel,
 )
 from pyggtrain.kernels.attention.forward import FORWARD_TILES, attention_fwd_kernel
 from pyggtrain.kernels.causal_conv1d import (
@@ -146,15 +146,22 @@ def rows_and_loss() -> Iterator[Configuration]:
 def attention() -> Iterator[Configuration]:
     masks = {"p_first_key": "*i32", "p_last_query": "*i32"}
     kept = ("p_lse", "p_rows", "p_sinks")
-    for kernel, tiles in (
-        (attention_fwd_kernel, FORWARD_TILES),
-        (attention_bwd_dkv_kernel, BACKWARD_KV_TILES),
-        (attention_bwd_dq_kernel, BACKWARD_Q_TILES),
+    together, alone = BACKWARD_TILES[64], BACKWARD_TILES[256]
+    assert alone.v is not None
+    for kernel, head_size, tile, own in (
+        (attention_fwd_kernel, 64, FORWARD_TILES[64], {"HAS_SINKS": True}),
+        (attention_fwd_kernel, 256, FORWARD_TILES[256], {"HAS_SINKS": False}),
+        (attention_bwd_dkv_kernel, 64, together.k, {"num_parts": 1, "HAS_DK": True, "HAS_DV": True}),
+        (attention_bwd_dkv_kernel, 256, alone.k, {"HAS_DK": True, "HAS_DV": False}),
+        (attention_bwd_dkv_kernel, 256, alone.v, {"HAS_DK": False, "HAS_DV": True}),
+        (attention_bwd_dq_kernel, 64, together.q, {}),
+        (attention_bwd_dq_kernel, 256, alone.q, {}),
     ):
-        tile = tiles[64]
-        heads = {"GROUP": 4, "K": 64, "BK": 64, "BT": tile.queries, "BS": tile.keys, "HAS_SOFTCAP": True}
-        heads |= {"HAS_SINKS": True} if kernel is attention_fwd_kernel else {}
-        yield configuration(kernel, float32=kept, other=masks, options=launched(tile), PRECISION="tf32", **heads)
+        heads = {"GROUP": 4, "K": head_size, "BK": head_size, "HAS_SOFTCAP": head_size == 64, "PRECISION": "tf32"}
+        heads |= {"BT": tile.queries, "BS": tile.keys, "HEADS_FIRST": tile.heads_first, "IS_WRAPPED": tile.is_wrapped}
+        floats = (*kept, *(() if "num_parts" in own else ("p_dk", "p_dv")))
+        yield configuration(kernel, float32=floats, other=masks, options=launched(tile), **heads, **own)
+    yield configuration(attention_bwd_sum_kernel, float32=("p_parts",), PARTS=8, K=256, BK=256, BT=8)
     yield configuration(attention_bwd_rows_kernel, float32=kept, K=128, BK=128, BT=64)
 
 

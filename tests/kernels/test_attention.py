@@ -1,8 +1,9 @@
 import pytest
 import torch
-from pyggtrain.kernels.attention.backward import attention_backward
+from pyggtrain.kernels.attention.backward import BACKWARD_TILES, BackwardTiles, attention_backward
 from pyggtrain.kernels.attention.forward import attention_forward
 from pyggtrain.kernels.attention.mask import AttentionMask
+from pyggtrain.kernels.attention.scores import Tile
 from pyggtrain.kernels.reference import attention as reference
 from pyggtrain.kernels.reference.cases import ATTENTION_CASES, AttentionCase
 from pyggtrain.kernels.reference.checks import CHECKS, Check, attention_inputs
@@ -29,6 +30,41 @@ def test_documents_do_not_see_each_other(device: torch.device) -> None:
     o, lse = attention_forward(q, k, v, mask, **options)
     for together, alone in zip(packed, (o, *attention_backward(do, q, k, v, o, lse, mask, **options)), strict=True):
         torch.testing.assert_close(together[50:], alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_a_group_in_parts_has_the_sum_of_all_heads(num_parts: int, device: torch.device) -> None:
+    """As many programs as a card wants: in the interpreter a group is never split by itself."""
+    (q, k, v, do), mask, options = attention_inputs(AttentionCase((50, 30), 8, 2, 80), torch.float16, device)
+    o, lse = attention_forward(q, k, v, mask, **options)
+    del options["sinks"]
+    tile = Tile(32, 32, 4, 1, heads_first=True)
+    whole, *parts = (
+        attention_backward(do, q, k, v, o, lse, mask, **options, tiles=tiles)
+        for tiles in (
+            BackwardTiles(tile, tile, num_parts=1),
+            BackwardTiles(tile, tile, num_parts=num_parts),
+            BackwardTiles(tile, tile, tile, num_parts=num_parts),
+        )
+    )
+    for gradients in parts:
+        for ours, expected in zip(gradients, whole, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_parts_and_passes_write_into_one_matrix(device: torch.device) -> None:
+    (q, k, v, do), mask, options = attention_inputs(AttentionCase((40,), 4, 2, 64), torch.float16, device)
+    o, lse = attention_forward(q, k, v, mask, **options)
+    del options["sinks"]
+    rows = torch.zeros(40, 8 * 64 + 32, dtype=torch.float16, device=device)
+    dq, dk, dv = rows[:, : 8 * 64].unflatten(1, (8, 64)).split((4, 2, 2), 1)
+    tile = BACKWARD_TILES[64].k
+    tiles = BackwardTiles(tile, tile, tile, num_parts=2)
+    attention_backward(do, q, k, v, o, lse, mask, **options, dq=dq, dk=dk, dv=dv, tiles=tiles)
+    expected = attention_backward(do, q, k, v, o, lse, mask, **options)
+    for ours, gradient in zip((dq, dk, dv), expected, strict=True):
+        torch.testing.assert_close(ours, gradient, rtol=2e-3, atol=2e-3)
+    assert not rows[:, 8 * 64 :].any()
 
 
 @pytest.mark.gpu
