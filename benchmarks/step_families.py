@@ -22,7 +22,8 @@ _PATTERNS = {
     "LoRA products": r"lora_|grouped_project_|grouped_outer_",
     "loss": r"cross_entropy|LogSoftMax|nll_loss",
     "attention": r"^attention_|rope_kernel|flash|fmha",
-    "routing": r"expert_count_|expert_place_|combine_kernel|[Ss]ort|[Tt]op[Kk]|SoftMax|DeviceScan|[Hh]istogram",
+    "routing": r"top_k_kernel|expert_count_|expert_place_|combine_kernel"
+    r"|[Ss]ort|[Tt]op[Kk]|SoftMax|DeviceScan|[Hh]istogram",
     # of rows to 8 bits for a product included
     "dense products": r"dequant_matmul_|sum_parts_|quantize_rows_|quantize_columns_|column_maximum_"
     r"|nvjet|gemm|gemv|cutlass|cublas|splitK|mul_mat|quantize_mmq",
