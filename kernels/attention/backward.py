@@ -522,24 +522,24 @@ def attention_backward(
 
 
 def _num_parts(tile: Tile, num_programs: int, group: int, device: torch.device) -> int:
-    """Into how many parts a group of query heads falls so that each multiprocessor has a program and a half."""
+    """Into how many parts a group of query heads falls so that each multiprocessor has two programs and a half."""
     if not tile.heads_first or device.type != "cuda":
         return 1
-    wanted = 1.5 * torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = 2.5 * torch.cuda.get_device_properties(device).multi_processor_count
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
     return next((parts for parts in divisors if num_programs * parts >= wanted), group)
 
 
 # 64 and 128: the fastest of three to six on an H200 (4 x 2048 tokens, 32 query and 8 key heads, bfloat16);
-# 256: chosen by what Triton 3.6 compiles for Hopper, not measured yet. Two sums of 64 x 256 fill the registers of eight
-# warps, which do every product of 64 rows twice; four warps spill. So dk and dv are summed apart, 128 rows each. Blocks
-# of 32 on the other side would leave room for a second stage, but see gated_delta_rule/tiles.py on narrow products.
+# 256: the fastest of three to four for each kernel (1 x 2048 tokens, 16 query and 2 key heads; docs/performance.md). Two
+# sums of 64 x 256 fill the registers of eight warps, which do every product of 64 rows twice; four warps spill. So dk
+# and dv are summed apart, 128 rows each, and dk's blocks of 32 on the other side leave room for a second stage.
 BACKWARD_TILES = {
     64: BackwardTiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
     128: BackwardTiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
     256: BackwardTiles(
         Tile(128, 64, 8, 1, heads_first=True, is_wrapped=True),
-        Tile(64, 128, 8, 1, heads_first=True, is_wrapped=True),
+        Tile(32, 128, 8, 2, heads_first=True, is_wrapped=True),
         Tile(64, 128, 8, 2, heads_first=True, is_wrapped=True),
     ),
 }

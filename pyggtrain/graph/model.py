@@ -254,6 +254,11 @@ class ImportedModel(Model):
         (x_OD,) = known.values()
         return x_OD if program.selects_rows else x_OD[rows]
 
+    def join_copies(self) -> None:
+        """See `nn.Model`."""
+        if self._stash is not None:
+            self._stash.join()
+
     def _begin_stash(self, kept: Sequence[Kept]) -> HostStash | None:
         """Where a pass with gradients keeps what is to wait on the host, if anything is."""
         # It holds one pass; documents one by one are several before their backward.

@@ -336,6 +336,10 @@ class Llama(SplittableModel):
     def _can_fuse(self) -> bool:
         return self._fused.can_fuse(self._dtype, self._device)
 
+    def join_copies(self) -> None:
+        """See `nn.Model`."""
+        self._fused.join_copies()
+
     @property
     def _own_blocks(self) -> list[nn.Module]:
         return [self.blk[index] for index in self.own_layers]

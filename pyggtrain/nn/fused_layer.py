@@ -309,6 +309,11 @@ class FusedLayers:
             x_TD = layer(x_TD, tables, documents, one, self._stash if uses_host and one.on_host else None)
         return x_TD
 
+    def join_copies(self) -> None:
+        """See `nn.Model.join_copies`."""
+        if self._stash is not None:
+            self._stash.join()
+
 
 def _runs_on_cpu(device: torch.device) -> bool:
     """Whether the CPU's halves compute it. A test lets the GPU's do so, in Triton's interpreter."""

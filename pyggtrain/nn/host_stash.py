@@ -75,6 +75,17 @@ class HostStash:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
+    def join(self) -> None:
+        """Let what is launched from now on wait for all copies, those too that no backward has asked for: a layer that
+        nothing trained stands before needs none. A CUDA graph wants every stream to come back.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            with torch.cuda.stream(self._copies):
+                if not torch.cuda.is_current_stream_capturing():
+                    # This pass has copied nothing, and a graph must not wait for what is outside.
+                    return
+        torch.cuda.current_stream(self.device).wait_stream(self._copies)
+
     def _send(self, tensor: torch.Tensor, index: int) -> _Entry:
         host = self._place(tensor.numel() * tensor.itemsize)
         self._copies.wait_stream(torch.cuda.current_stream(self.device))

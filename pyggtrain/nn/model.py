@@ -68,6 +68,9 @@ class Model(nn.Module, ABC):
         """
         return False
 
+    def join_copies(self) -> None:
+        """Let what is launched from now on wait for copies of activations that are under way, if there are any."""
+
     @property
     def fused_layers(self) -> Sequence[FusedLayer]:
         """The layers in that form; none where there is none."""

@@ -42,7 +42,7 @@ _SMALL = 4096
 _SLAB_BYTES = 256 << 20
 _ALIGNMENT = 256
 # Of the room on a device what moments leave alone, besides what activations took: a graph's pool is fuller of holes.
-_SPARE_BYTES, _SPARE_SHARE = 256 << 20, 0.08
+_SPARE_BYTES, _SPARE_SHARE = 512 << 20, 0.15
 
 
 def window_bytes(state_bytes: int) -> int:

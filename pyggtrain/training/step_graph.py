@@ -125,8 +125,10 @@ class StepGraphs:
         loss_sum, _ = self.model.loss(batch)
         loss = loss_sum * scale
         loss.backward()  # type: ignore[no-untyped-call]
+        # A capture ends with every copy done.
+        if isinstance(self.model, Model):
+            self.model.join_copies()
         if self._pages is not None:
-            # A capture ends with every copy done.
             self._pages.join()
         return loss.detach()
 

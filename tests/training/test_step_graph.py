@@ -168,8 +168,11 @@ def test_what_a_graph_of_delta_nets_reads_is_refilled(tmp_path: Path, monkeypatc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("tiny", TINY, ids=lambda tiny: tiny.id)
-@pytest.mark.parametrize("policy", ["none", "layers"])
-def test_graphs_of_delta_nets_give_the_gradients_of_single_launches(tiny: Tiny, policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["none", "layers", "offload"])
+def test_graphs_of_delta_nets_give_the_gradients_of_single_launches(
+    tiny: Tiny, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyggtrain.nn.host_stash._MIN_BYTES", 1024)
     path = write_delta(tiny, tmp_path / "tiny.gguf")
     exact, exact_parameters = trained(path, "cuda", dtype=torch.float32, compute="exact")
     model, parameters = trained(path, "cuda")
@@ -193,6 +196,27 @@ def test_graphs_of_delta_nets_give_the_gradients_of_single_launches(tiny: Tiny, 
         # A router's choice that lies on the edge may fall to the other side in either.
         assert error(graphed, expected) <= 1.5 * error(launched, expected) + 1e-2
     assert len(graphs._graphs) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_waits_for_copies_that_nobody_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first layer sends to the host before anything that is trained never comes back."""
+    monkeypatch.setattr("pyggtrain.nn.host_stash._MIN_BYTES", 1024)
+    tiny = next(one for one in TINY if one.architecture == "qwen35moe")
+    path = write_delta(tiny, tmp_path / "tiny.gguf")
+    model = models.load(GGUFFile.open(path), device="cuda")
+    adapter = attach(model, LoraConfig(r=4, target_modules=("ffn_down_shexp",)), seed=0)
+    parameters = {str(index): parameter for index, parameter in enumerate(adapter.parameters())}
+    model.checkpoint_policy = "offload"
+    graphs = StepGraphs(model, parameters)
+    for seed in range(3):
+        batch = filled_up(make_batch([128], seed)).to("cuda")
+        _, launched = gradients_of(model, parameters, batch)
+        graphs.clear()
+        graphs.add_gradients(batch, 1 / batch.num_targets)
+        assert error([parameter.grad for parameter in parameters.values()], launched) <= 1e-2
+    assert len(graphs._graphs) == 1
 
 
 @pytest.mark.gpu
