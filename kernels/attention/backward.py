@@ -531,9 +531,9 @@ def _num_parts(tile: Tile, num_programs: int, group: int, device: torch.device) 
 
 
 # 64 and 128: the fastest of three to six on an H200 (4 x 2048 tokens, 32 query and 8 key heads, bfloat16);
-# 256: the fastest of three to four for each kernel (1 x 2048 tokens, 16 query and 2 key heads; docs/performance.md). Two
-# sums of 64 x 256 fill the registers of eight warps, which do every product of 64 rows twice; four warps spill. So dk
-# and dv are summed apart, 128 rows each, and dk's blocks of 32 on the other side leave room for a second stage.
+# 256: the fastest of three to four for each kernel (1 x 2048 tokens, 16 query and 2 key heads). Two sums of 64 x 256
+# fill the registers of eight warps, which do every product of 64 rows twice; four warps spill. So dk and dv are summed
+# apart, 128 rows each, and dk's blocks of 32 on the other side leave room for a second stage.
 BACKWARD_TILES = {
     64: BackwardTiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
     128: BackwardTiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
