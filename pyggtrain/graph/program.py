@@ -168,6 +168,7 @@ class Region(nn.Module):
                 fused, and what is kept stays.
         """
         known = dict(zip(self.inputs, (x if x.dim() == 4 else x[None, None] for x in values), strict=True))
+        has_halves = any(part.half is not None for part in self.parts)
         for part, dead in zip(self.parts, self._dead, strict=True):
             inputs = [known[index] for index in part.inputs]
             if (
@@ -178,7 +179,8 @@ class Region(nn.Module):
                 known[part.half.result] = part.fused(*inputs, frame=frame, kept=kept, stash=stash)
             else:
                 # What single operations start from waits where halves keep theirs.
-                with stash.part() if stash is not None else nullcontext():
+                is_half = part.half is not None or not has_halves
+                with stash.part(is_half=is_half) if stash is not None else nullcontext():
                     made = run_layer(partial(part, frame=frame), *inputs, policy=policy, is_random=is_random)
                 known |= zip(part.outputs, (made,) if len(part.outputs) == 1 else made, strict=True)
             for index in dead:

@@ -1,20 +1,22 @@
 """Saved activations that wait in pinned host memory until backward wants them.
 
-A model's saved tensors are stashed in parts (two for a layer), first to last. Copies run on a stream of their own
-beside the products: to the host while the next parts run forward, back while the part above runs backward. So a step is
-slower only where a layer takes less time than its copies: 5.5 ms each way for 288 MiB at 55 GB/s (8,192 tokens of an 8B
-model on an H200), where the layer's products take 6 and 12.
+A model's saved tensors are stashed in parts, first to last: halves of layers, and what stands between them. Copies run
+on a lane of their own beside the products: to the host while the next halves run forward, back while the half above
+runs backward. So a step is slower only where a half takes less time than its copies: 5.5 ms each way for 288 MiB at
+55 GB/s (8,192 tokens of an 8B model on an H200), where a layer's products take 6 and 12.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from pyggtrain.nn.copy_lane import CopyLane
+
 # Smaller tensors (rank-sized products, sums of attention) stay: a copy costs more than the memory is worth.
 _MIN_BYTES = 4 << 20
-# Parts that may be on the way to the host at once, before compute waits for the oldest.
+# Halves that may be on the way to the host at once, before compute waits for the oldest.
 _MAX_BEHIND = 2
 
 
@@ -26,9 +28,9 @@ class _Entry:
     dtype: torch.dtype
     host: torch.Tensor | None
     source: torch.Tensor | None
-    sent: torch.cuda.Event
+    sent: "torch.cuda.Event | None"
     fetched: torch.Tensor | None = None
-    arrived: torch.cuda.Event | None = None
+    arrived: "torch.cuda.Event | None" = None
 
     def host_values(self) -> torch.Tensor:
         """The place on the host as the tensor that it holds."""
@@ -36,37 +38,52 @@ class _Entry:
         return _as(self.host, self.shape, self.dtype)
 
 
+@dataclass(eq=False)
+class _Part:
+    """What one half saved, or what stands between two."""
+
+    is_half: bool
+    entries: list[_Entry] = field(default_factory=list)
+
+
 class HostStash:
     """Where saved tensors wait. One for a model; it keeps its host memory from step to step.
 
     Args:
-        device: the GPU.
+        device: the GPU. On a CPU nothing is gained, but it works.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copies = CopyLane(device)
         self._free: list[torch.Tensor] = []
         # Places that a captured CUDA graph copies to and from: never to be freed.
         self._captured: list[torch.Tensor] = []
-        self._parts: list[list[_Entry]] = []
+        self._parts: list[_Part] = []
 
     def begin(self) -> None:
         """Start a forward pass; forget one that never had its backward."""
-        for entry in (entry for part in self._parts for entry in part):
+        for entry in (entry for part in self._parts for entry in part.entries):
             self._give_back(entry)
         self._parts = []
 
     @contextmanager
-    def part(self) -> Iterator[None]:
-        """Whatever autograd saves inside goes to the host, if it is large."""
-        if len(self._parts) >= _MAX_BEHIND:
-            self._release(self._parts[-_MAX_BEHIND])
+    def part(self, *, is_half: bool = True) -> Iterator[None]:
+        """Whatever autograd saves inside goes to the host, if it is large.
+
+        Args:
+            is_half: it takes long enough for copies to run beside it. What stands between two halves does not: neither
+                direction waits for its sake.
+        """
+        if is_half:
+            halves = [index for index, part in enumerate(self._parts) if part.is_half]
+            for part in self._parts[: halves[-_MAX_BEHIND] + 1] if len(halves) >= _MAX_BEHIND else ():
+                self._release(part)
         index = len(self._parts)
-        self._parts.append([])
+        self._parts.append(_Part(is_half))
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Entry:
-            is_large = tensor.is_cuda and tensor.numel() * tensor.itemsize >= _MIN_BYTES
+            is_large = tensor.device.type == self.device.type and tensor.numel() * tensor.itemsize >= _MIN_BYTES
             return self._send(tensor, index) if is_large else tensor
 
         def unpack(packed: torch.Tensor | _Entry) -> torch.Tensor:
@@ -77,65 +94,60 @@ class HostStash:
 
     def join(self) -> None:
         """Let what is launched from now on wait for all copies, those too that no backward has asked for: a layer that
-        nothing trained stands before needs none. A CUDA graph wants every stream to come back.
+        nothing trained stands before needs none.
         """
-        if torch.cuda.is_current_stream_capturing():
-            with torch.cuda.stream(self._copies):
-                if not torch.cuda.is_current_stream_capturing():
-                    # This pass has copied nothing, and a graph must not wait for what is outside.
-                    return
-        torch.cuda.current_stream(self.device).wait_stream(self._copies)
+        self._copies.catch_up()
 
     def _send(self, tensor: torch.Tensor, index: int) -> _Entry:
         host = self._place(tensor.numel() * tensor.itemsize)
-        self._copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._copies):
+        self._copies.follow()
+        with self._copies.use():
             _as(host, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
-        entry = _Entry(tensor.shape, tensor.dtype, host, tensor, self._copies.record_event())
-        self._parts[index].append(entry)
+        entry = _Entry(tensor.shape, tensor.dtype, host, tensor, self._copies.mark())
+        self._parts[index].entries.append(entry)
         return entry
 
-    def _release(self, part: list[_Entry]) -> None:
+    def _release(self, part: _Part) -> None:
         """Let the GPU's copies of a part go: what is computed from now on comes after they have left."""
-        for entry in part:
+        for entry in part.entries:
             if entry.source is not None:
-                torch.cuda.current_stream(self.device).wait_event(entry.sent)
+                self._copies.wait(entry.sent)
                 entry.source = None
 
-    def _fetch(self, part: list[_Entry]) -> None:
+    def _fetch(self, part: _Part) -> None:
         """Begin to copy back what is still on the host of a part."""
-        for entry in part:
+        for entry in part.entries:
             if entry.host is None:
                 continue
             if entry.source is not None:
                 # It never had to leave the GPU: backward came before its memory was wanted. Waiting costs nothing by
                 # now, and a CUDA graph wants every copy to have an end.
-                torch.cuda.current_stream(self.device).wait_event(entry.sent)
+                self._copies.wait(entry.sent)
                 entry.fetched, entry.source = entry.source, None
             else:
                 # Allocated on the stream that computes, and freed there after that stream has waited for the copy.
                 entry.fetched = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
-                self._copies.wait_stream(torch.cuda.current_stream(self.device))
-                with torch.cuda.stream(self._copies):
+                self._copies.follow()
+                with self._copies.use():
                     entry.fetched.copy_(entry.host_values(), non_blocking=True)
-                entry.arrived = self._copies.record_event()
+                entry.arrived = self._copies.mark()
             self._give_back(entry)
 
     def _take(self, entry: _Entry, index: int) -> torch.Tensor:
-        self._fetch(self._parts[index])
-        if index > 0:
-            self._fetch(self._parts[index - 1])
+        # With the half before it and all between: what stands there is over too soon for copies of its own.
+        first = next((before for before in reversed(range(index)) if self._parts[before].is_half), 0)
+        for part in reversed(self._parts[first : index + 1]):
+            self._fetch(part)
         if entry.fetched is None:
             raise RuntimeError("activations on the host are handed out once: backward cannot run a second time")
-        if entry.arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(entry.arrived)
+        self._copies.wait(entry.arrived)
         tensor, entry.fetched = entry.fetched, None
         return tensor
 
     def _place(self, num_bytes: int) -> torch.Tensor:
         """Pinned memory of at least `num_bytes`. Micro-batches differ in length, so places are not of one size."""
         place = self._fitting_place(num_bytes)
-        if torch.cuda.is_current_stream_capturing():
+        if self._copies.is_capturing:
             self._captured.append(place)
         return place
 
@@ -146,10 +158,10 @@ class HostStash:
         if self._free:
             # In its stead, so that the number of places never exceeds what one step needs.
             self._free.pop(max(range(len(self._free)), key=lambda index: self._free[index].numel()))
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def _give_back(self, entry: _Entry) -> None:
-        # Copies from and to a place are ordered: they share one stream.
+        # Copies from and to a place are ordered: they share one lane.
         if entry.host is not None:
             self._free.append(entry.host)
             entry.host = None

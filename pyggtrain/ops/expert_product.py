@@ -85,6 +85,11 @@ class Decoded:
         self._length = -(-first.num_experts // num_slices)
         self._whole: torch.Tensor | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether one slice holds all: only then a second product finds what a first one has decoded."""
+        return self._length == self._stacks[0].num_experts
+
     def slices(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first expert, [P, G, N, K]) of each slice, valid until the next."""
         num_experts = self._stacks[0].num_experts
@@ -98,7 +103,7 @@ class Decoded:
             values = buffer[:, : end - first]
             for stack, part in zip(self._stacks, values, strict=True):
                 _decode(stack, first, end, part)
-            if self._length == num_experts:
+            if self.is_whole:
                 self._whole = values
             yield first, values
 

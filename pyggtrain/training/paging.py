@@ -23,12 +23,13 @@ counts nor caps.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import torch
+
+from pyggtrain.nn import CopyLane
 
 # Gradients that may be on the way to the host before backward waits for the oldest.
 _MAX_BEHIND_BYTES = 64 << 20
@@ -149,7 +150,7 @@ class Pages:
         self._parameters, self._optimizer = list(parameters), optimizer
         device = self._parameters[0].device
         self._memory = _HostMemory(is_pinned=device.type == "cuda")
-        self._up, self._down = _Lane(device), _Lane(device)
+        self._up, self._down = CopyLane(device), CopyLane(device)
         self._behind: deque[_Behind] = deque()
         self.norms = torch.zeros(len(self._parameters), device=device)
         self.written: set[int] = set()
@@ -429,44 +430,6 @@ class _Fetched:
     gradients: torch.Tensor
     states: list[dict[str, torch.Tensor]]
     arrived: "torch.cuda.Event | None"
-
-
-class _Lane:
-    """A stream for copies in one direction, beside the stream that computes. On a CPU all is done in turn."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def use(self) -> AbstractContextManager[Any]:
-        """Copies inside go this way."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def follow(self, other: "_Lane | None" = None) -> None:
-        """Wait for what has been launched so far: on the stream that computes, or on another lane."""
-        if self._stream is not None:
-            stream = torch.cuda.current_stream(self._device) if other is None else other._stream
-            assert stream is not None
-            self._stream.wait_stream(stream)
-
-    def mark(self) -> "torch.cuda.Event | None":
-        """An event after what was launched here so far."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def wait(self, event: "torch.cuda.Event | None") -> None:
-        """Let the stream that computes wait for a mark."""
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-
-    def catch_up(self) -> None:
-        """Let the stream that computes wait for all of it."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def finish(self) -> None:
-        """Let the host wait for all of it."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 class _HostMemory:

@@ -136,6 +136,28 @@ def test_stacks_are_decoded_in_slices_of_the_workspace(device: torch.device, mon
     compare(device, types=("Q8_0", "Q8_0", "Q8_0"))
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "counts"), [(5, (2, 2, 2)), (3, (3, 3, 2))], ids=["in one slice", "in two slices"]
+)
+def test_no_expert_is_decoded_without_need(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, num_experts: int, counts: tuple[int, int, int]
+) -> None:
+    """Forward, gate and up again, backward; where the workspace holds both, the last two share."""
+    monkeypatch.setattr(expert_product, "FEW_ROWS", 0)
+    monkeypatch.setattr(workspace, "limit_bytes", lambda device_type: 2 * num_experts * F * D * 4)
+    block, _ = make_block(device, ("Q8_0", "Q8_0", "Q8_0"))
+    decoded = {id(stack): 0 for stack in (block.gate, block.up, block.down)}
+    decode = expert_product._decode
+
+    def counted(stack: ExpertStack, first: int, end: int, out: torch.Tensor) -> None:
+        decoded[id(stack)] += end - first
+        decode(stack, first, end, out)
+
+    monkeypatch.setattr(expert_product, "_decode", counted)
+    results(block, make_inputs(device, "all"), Kept(), torch.float32)
+    assert list(decoded.values()) == [count * E for count in counts]
+
+
 def test_long_rows_are_taken_in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SLOTS", 3 * J)
     compare(device)

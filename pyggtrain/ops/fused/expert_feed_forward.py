@@ -82,7 +82,7 @@ class _Run:
                 slots_per_row=routing.num_chosen,
                 low_rank=_low_rank(low_rank, [pairs[index]], index, is_backward=False),
                 decoded=decoded,
-                part=index,
+                part=0 if decoded is None else index,
             )
         return gate_up
 
@@ -254,9 +254,14 @@ def _input_gradients(
 
 
 def _decoded_together(block: ExpertFeedForward, routing: Any, dtype: torch.dtype) -> Decoded | None:
-    """Gate and up for products with both; None where they are multiplied packed."""
+    """Gate and up for several products; None where they are multiplied packed, or the workspace does not hold both:
+    each product then decodes what it multiplies by, and no more.
+    """
     stacks = [block.gate, block.up]
-    return None if expert_product.is_packed(stacks, routing) else Decoded(stacks, dtype)
+    if expert_product.is_packed(stacks, routing):
+        return None
+    decoded = Decoded(stacks, dtype)
+    return decoded if decoded.is_whole else None
 
 
 def expert_feed_forward(

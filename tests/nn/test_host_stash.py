@@ -1,0 +1,128 @@
+"""Activations on the host: the same gradients, few parts on the device at a time, and in which order they move."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from pyggtrain.nn import HostStash, host_stash
+
+CPU = torch.device("cpu")
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+    ),
+]
+NUM_LAYERS = 5
+
+
+@pytest.fixture(autouse=True)
+def _every_tensor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(host_stash, "_MIN_BYTES", 1)
+    # Fresh memory is never right by chance.
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def halves(weight: torch.Tensor, x: torch.Tensor, stash: HostStash | None) -> torch.Tensor:
+    """A layer of a half, a few operations that are computed again, and a second half."""
+    with nullcontext() if stash is None else stash.part():
+        x = x + torch.tanh(x @ weight)
+    with nullcontext() if stash is None else stash.part(is_half=False):
+        z = checkpoint(lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]) * 1.5, x, use_reentrant=False)
+    with nullcontext() if stash is None else stash.part():
+        return x + torch.sigmoid(z @ weight.t())
+
+
+def gradients(device: str, stash: HostStash | None, steps: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        torch.nn.Parameter(torch.randn(16, 16, generator=generator).mul_(0.2).to(device)) for _ in range(NUM_LAYERS)
+    ]
+    for step in range(steps):
+        # Rows differ from step to step: places on the host are of several sizes.
+        x = torch.randn(7 + step % 3, 16, generator=generator).to(device)
+        if stash is not None:
+            stash.begin()
+        for weight in weights:
+            x = halves(weight, x, stash)
+        x.square().sum().backward()
+        if stash is not None:
+            stash.join()
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_those_without(device: str) -> None:
+    expected = gradients(device, None, steps=4)
+    found = gradients(device, HostStash(torch.device(device)), steps=4)
+    assert len(found) == len(expected) == NUM_LAYERS
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_only_halves_are_waited_for_and_two_are_held() -> None:
+    stash = HostStash(CPU)
+    stash.begin()
+    weight, x = torch.nn.Parameter(torch.eye(16)), torch.ones(3, 16, requires_grad=True)
+    held = []
+    for _ in range(NUM_LAYERS):
+        x = halves(weight, x, stash)
+        held.append([any(entry.source is not None for entry in part.entries) for part in stash._parts])
+    # Three parts a layer: when a layer's second half begins, all before the first half of the same layer has left.
+    for layer, parts in enumerate(held):
+        first = 3 * layer
+        assert not any(parts[: max(0, first)]) or layer == 0
+        assert parts[first + 2]
+    for part in stash._parts:
+        assert part.entries
+
+
+def test_what_comes_back_is_the_part_and_the_half_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stash = HostStash(CPU)
+    stash.begin()
+    weight, x = torch.nn.Parameter(torch.eye(16)), torch.ones(3, 16, requires_grad=True)
+    for _ in range(NUM_LAYERS):
+        x = halves(weight, x, stash)
+    seen: list[int] = []
+    most = 0
+    fetch = stash._fetch
+
+    def watched(part: host_stash._Part) -> None:
+        nonlocal most
+        if any(entry.host is not None for entry in part.entries):
+            seen.append(stash._parts.index(part))
+        fetch(part)
+        most = max(most, sum(any(entry.fetched is not None for entry in part.entries) for part in stash._parts))
+
+    monkeypatch.setattr(stash, "_fetch", watched)
+    x.sum().backward()
+    assert seen == sorted(seen, reverse=True) and set(seen) == set(range(3 * NUM_LAYERS))
+    # A half, what stands before it, and the half before that.
+    assert most <= 3
+
+
+def test_backward_runs_once() -> None:
+    stash = HostStash(CPU)
+    stash.begin()
+    x = torch.ones(3, 16, requires_grad=True)
+    y = halves(torch.nn.Parameter(torch.eye(16)), x, stash).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed out once"):
+        y.backward()
+
+
+def test_a_forward_without_backward_is_forgotten() -> None:
+    stash = HostStash(CPU)
+    for _ in range(3):
+        stash.begin()
+        x = torch.ones(3, 16, requires_grad=True)
+        halves(torch.nn.Parameter(torch.eye(16)), x, stash)
+    num_places = len(stash._free) + sum(len(part.entries) for part in stash._parts)
+    gradients("cpu", stash)
+    assert num_places < 3 * sum(len(part.entries) for part in stash._parts)
