@@ -44,6 +44,7 @@ def config_for(path, **settings) -> TrainConfig:
 def _allocator_without_holes(monkeypatch):
     """In a model this tiny the allocator's measured share weighs more than what a policy saves."""
     monkeypatch.setattr(memory, "ALLOCATOR_SHARE", dict.fromkeys(POLICIES, 0.0))
+    monkeypatch.setattr(memory, "FUSED_MATMULS_SHARE", 0.0)
 
 
 @pytest.fixture(scope="module")
