@@ -87,6 +87,9 @@ def expert_swiglu_bwd_kernel(
     p_d_up,
     p_weighted,
     p_d_probs,
+    p_bounds,
+    first_expert,
+    end_expert,
     da_stride,
     gate_stride,
     up_stride,
@@ -101,6 +104,8 @@ def expert_swiglu_bwd_kernel(
     BF: tl.constexpr,
 ):
     o_s = tl.program_id(0).to(tl.int64)
+    if (o_s < tl.load(p_bounds + first_expert)) | (o_s >= tl.load(p_bounds + end_expert)):
+        return
     slot = tl.load(p_slot + o_s)
     weight = tl.load(p_probs + slot).to(tl.float32)
     d_weight = 0.0
@@ -173,6 +178,8 @@ def expert_swiglu_backward(
     d_gate: torch.Tensor,
     d_up: torch.Tensor,
     weighted: torch.Tensor,
+    d_probs: torch.Tensor | None = None,
+    experts: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Write d_gate, d_up and w a; return dw without the bias's share.
 
@@ -181,6 +188,8 @@ def expert_swiglu_backward(
         probs: w, [T, J], contiguous, any float dtype.
         d_gate, d_up, weighted: [S, F], where the results go. They may be gate, up and da: every element is read before
             it is written.
+        d_probs: float32 [T, J], where dw goes; made if None.
+        experts: only the rows of experts from the first number up to the second, and their dw; None: all.
 
     Returns:
         dw, float32 [T, J].
@@ -192,7 +201,7 @@ def expert_swiglu_backward(
             f"da is {list(da.shape)} and probs {list(probs.shape)}; needed: a row and a contiguous weight for each of "
             f"{routing.num_slots} slots."
         )
-    d_probs = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
+    d_probs = torch.empty(probs.shape, dtype=torch.float32, device=probs.device) if d_probs is None else d_probs
     if routing.num_slots == 0:
         return d_probs
     expert_swiglu_bwd_kernel[(routing.num_slots,)](
@@ -205,6 +214,8 @@ def expert_swiglu_backward(
         d_up,
         weighted,
         d_probs,
+        routing.bounds,
+        *(experts or (0, routing.num_experts)),
         da.stride(0),
         gate.stride(0),
         up.stride(0),

@@ -30,6 +30,7 @@ def grouped_project_kernel(
     factor_r_stride,
     factor_k_stride,
     K,
+    first_expert,
     num_experts,
     SLOTS_PER_ROW: tl.constexpr,
     R: tl.constexpr,
@@ -39,9 +40,10 @@ def grouped_project_kernel(
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    expert, row, end = expert_tile(p_bounds, tl.program_id(0), 0, num_experts, BE, BM)
-    if expert >= num_experts:
+    index, row, end = expert_tile(p_bounds, tl.program_id(0), first_expert, num_experts, BE, BM)
+    if index >= num_experts:
         return
+    expert = first_expert + index
     o_m = row.to(tl.int64) + tl.arange(0, BM)
     o_row = tl.minimum(o_m, end - 1)
     if SLOTS_PER_ROW:
@@ -116,6 +118,7 @@ def project(
     scale: float,
     slots_per_row: int = 0,
     out: torch.Tensor | None = None,
+    experts: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """h[s] = scale F[e] x[s].
 
@@ -124,6 +127,7 @@ def project(
         factor: A, [E, R, K], or with `is_lora_b` B, [E, K, R]; contiguous, any float dtype.
         slots_per_row: see `grouped_matmul_forward`.
         out: [S, padded R] in x's dtype, in the order of the places, rows any distance apart; made if None.
+        experts: only the rows of experts from the first number up to the second; None: all.
 
     Returns:
         out: R columns of h, then zeros.
@@ -139,7 +143,9 @@ def project(
         return out
     is_exact = x.dtype == torch.float32
     rows = PROJECT_ROWS if routing.num_slots >= PROJECT_ROWS * routing.num_experts else 16
-    grouped_project_kernel[(num_tiles(routing.num_slots, routing.num_experts, rows),)](
+    first_expert, end_expert = experts or (0, routing.num_experts)
+    num_experts = end_expert - first_expert
+    grouped_project_kernel[(num_tiles(routing.num_slots, num_experts, rows),)](
         x,
         factor,
         out,
@@ -152,11 +158,12 @@ def project(
         factor.stride(2 if is_lora_b else 1),
         factor.stride(1 if is_lora_b else 2),
         width,
-        routing.num_experts,
+        first_expert,
+        num_experts,
         SLOTS_PER_ROW=slots_per_row,
         R=rank,
         BR=padded,
-        BE=triton.next_power_of_2(routing.num_experts),
+        BE=triton.next_power_of_2(num_experts),
         BM=rows,
         BK=32 if is_exact else PROJECT_COLUMNS,
         PRECISION="ieee" if is_exact else "tf32",

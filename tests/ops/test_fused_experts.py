@@ -136,13 +136,22 @@ def test_stacks_are_decoded_in_slices_of_the_workspace(device: torch.device, mon
     compare(device, types=("Q8_0", "Q8_0", "Q8_0"))
 
 
+@pytest.mark.parametrize("pairs", ["all", "none", "down", "gate and up"])
+def test_backward_of_slices_is_that_of_float64(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, pairs: str
+) -> None:
+    monkeypatch.setattr(expert_product, "FEW_ROWS", 0)
+    monkeypatch.setattr(workspace, "limit_bytes", lambda device_type: 2 * 2 * F * D * 4)
+    compare(device, pairs=pairs, is_limited=pairs in ("all", "none"))
+
+
 @pytest.mark.parametrize(
-    ("num_experts", "counts"), [(5, (2, 2, 2)), (3, (3, 3, 2))], ids=["in one slice", "in two slices"]
+    ("num_experts", "counts"), [(5, (2, 2, 2)), (3, (2, 2, 2))], ids=["in one slice", "in two slices"]
 )
 def test_no_expert_is_decoded_without_need(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_experts: int, counts: tuple[int, int, int]
 ) -> None:
-    """Forward, gate and up again, backward; where the workspace holds both, the last two share."""
+    """Once forward, once for gate and up again and for backward, slice by slice or all together."""
     monkeypatch.setattr(expert_product, "FEW_ROWS", 0)
     monkeypatch.setattr(workspace, "limit_bytes", lambda device_type: 2 * num_experts * F * D * 4)
     block, _ = make_block(device, ("Q8_0", "Q8_0", "Q8_0"))

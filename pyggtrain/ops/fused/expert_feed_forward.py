@@ -153,11 +153,13 @@ class _ExpertFunction(torch.autograd.Function):
         num_chosen, width = routing.num_chosen, block.width
         dout = dout.contiguous()
         decoded = _decoded_together(block, routing, y.dtype)
+        is_sliced = decoded is None and not expert_product.is_packed([block.gate, block.up], routing)
+        gate_up = None
         if run.kept.gate_up:
             if run.gate_up is None:
                 raise RuntimeError("experts that keep gate and up overwrite them: backward runs once")
             gate_up, run.gate_up = run.gate_up, None
-        else:
+        elif not is_sliced:
             gate_up = run.gate_and_up(y, routing, pairs, low_rank, decoded)
 
         da = y.new_empty(routing.num_slots, width)
@@ -174,9 +176,13 @@ class _ExpertFunction(torch.autograd.Function):
             slots_per_row=num_chosen,
             low_rank=None if dh is None else _low_rank(dh, pairs[2:], 0, is_backward=True),
         )
-        gate, up = gate_up[:, :width], gate_up[:, width:]
-        glu = Glu(block.alpha, block.offset, block.limit)
-        d_probs = expert_swiglu_backward(da, gate, up, routing, probs, glu=glu, d_gate=gate, d_up=up, weighted=da)
+        dy_S = d_low_rank = None
+        if gate_up is None:
+            gate_up, dy_S, d_low_rank, d_probs = _backward_by_slices(run, y, da, routing, probs, pairs, low_rank)
+        else:
+            gate, up = gate_up[:, :width], gate_up[:, width:]
+            glu = Glu(block.alpha, block.offset, block.limit)
+            d_probs = expert_swiglu_backward(da, gate, up, routing, probs, glu=glu, d_gate=gate, d_up=up, weighted=da)
         if block.down.bias is not None:
             d_probs += (dout.float() @ block.down.bias.float().t()).gather(1, ids.long())
         weighted = da
@@ -193,20 +199,22 @@ class _ExpertFunction(torch.autograd.Function):
             gradients = [None, None]
         del weighted, da, dh
 
-        d_low_rank = None
         in_gradients: list[torch.Tensor | None] = [None] * 4
         if pairs[0] is not None:
-            d_low_rank, in_gradients = _input_gradients(y, gate_up, pairs[:2], block.scales, routing, low_rank)
-        dy_S = y.new_empty(routing.num_slots, y.shape[1])
-        expert_product.backward(
-            gate_up,
-            [block.gate, block.up],
-            routing,
-            out=dy_S,
-            to_slots=True,
-            low_rank=None if d_low_rank is None else _low_rank(d_low_rank[None], pairs[:2], 0, is_backward=True),
-            decoded=decoded,
-        )
+            if d_low_rank is None:
+                d_low_rank = _d_low_rank(gate_up, pairs[:2], block.scales, routing, low_rank)
+            in_gradients = _input_gradients(y, gate_up, pairs[:2], routing, low_rank, d_low_rank)
+        if dy_S is None:
+            dy_S = y.new_empty(routing.num_slots, y.shape[1])
+            expert_product.backward(
+                gate_up,
+                [block.gate, block.up],
+                routing,
+                out=dy_S,
+                to_slots=True,
+                low_rank=None if d_low_rank is None else _low_rank(d_low_rank[None], pairs[:2], 0, is_backward=True),
+                decoded=decoded,
+            )
         dy = moe_routing.combine(dy_S, num_chosen)
         return dy, None, d_probs.to(probs.dtype), dout if ctx.has_residual else None, None, *in_gradients, *gradients
 
@@ -225,32 +233,113 @@ def _projected(y: torch.Tensor, pairs: Sequence[Pair], scales: Sequence[float], 
     return h
 
 
-def _input_gradients(
+def _backward_by_slices(
+    run: _Run,
     y: torch.Tensor,
+    da: torch.Tensor,
+    routing: Any,
+    probs: torch.Tensor,
+    pairs: Sequence[Pair],
+    low_rank: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Backward of gate, up and their unit, a slice of experts after the other, so that what is decoded to make gate and
+    up again serves for dy too.
+
+    Args:
+        da: overwritten with w a.
+
+    Returns:
+        d_gate and d_up side by side [S, 2 F], dy of each slot [S, D] in the slots' order, s Bᵀ d (None without pairs)
+        and dw.
+    """
+    from pyggtrain.kernels.expert_swiglu import Glu, expert_swiglu_backward
+    from pyggtrain.kernels.grouped_matmul import grouped_matmul_backward, grouped_matmul_forward
+
+    block, width = run.block, run.block.width
+    gate_up = y.new_empty(routing.num_slots, 2 * width)
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    dy_S = y.new_empty(routing.num_slots, y.shape[1])
+    d_probs = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
+    glu = Glu(block.alpha, block.offset, block.limit)
+    d_low_rank = None if pairs[0] is None else y.new_empty(routing.num_slots, 2 * low_rank.shape[2])
+    for first, values in Decoded([block.gate, block.up], y.dtype).slices():
+        experts = (first, first + values.shape[1])
+        for index, (stack, out) in enumerate(((block.gate, gate), (block.up, up))):
+            grouped_matmul_forward(
+                y,
+                values[index],
+                routing,
+                out=out,
+                first_expert=first,
+                slots_per_row=routing.num_chosen,
+                low_rank=_low_rank(low_rank, [pairs[index]], index, is_backward=False),
+                expert_scale=stack.expert_scale,
+                bias=stack.bias,
+            )
+        expert_swiglu_backward(
+            *(da, gate, up, routing, probs),
+            glu=glu,
+            d_gate=gate,
+            d_up=up,
+            weighted=da,
+            d_probs=d_probs,
+            experts=experts,
+        )
+        term = None
+        if d_low_rank is not None:
+            _d_low_rank(gate_up, pairs[:2], block.scales, routing, low_rank, out=d_low_rank, experts=experts)
+            term = _low_rank(d_low_rank[None], pairs[:2], 0, is_backward=True)
+        grouped_matmul_backward(gate_up, values, routing, out=dy_S, first_expert=first, to_slots=True, low_rank=term)
+    return gate_up, dy_S, d_low_rank, d_probs
+
+
+def _d_low_rank(
     d_gate_up: torch.Tensor,
     pairs: Sequence[Pair],
     scales: Sequence[float],
     routing: Any,
     low_rank: torch.Tensor,
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """s Bᵀ d of gate and up side by side, [S, 2 BR], and the gradients of both pairs."""
-    from pyggtrain.kernels.grouped_lora import outer, project
+    *,
+    out: torch.Tensor | None = None,
+    experts: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """s Bᵀ d of gate and up side by side, [S, 2 BR]."""
+    from pyggtrain.kernels.grouped_lora import project
 
     padded = low_rank.shape[2]
-    dh = y.new_empty(routing.num_slots, 2 * padded)
-    gradients: list[torch.Tensor | None] = []
+    out = d_gate_up.new_empty(routing.num_slots, 2 * padded) if out is None else out
     for index, (pair, scale) in enumerate(zip(pairs, scales, strict=False)):
         assert pair is not None
-        lora_b = pair[1]
-        num_out, rank = lora_b.shape[1:]
+        num_out = pair[1].shape[1]
         d = d_gate_up[:, index * num_out : (index + 1) * num_out]
-        part = dh[:, index * padded : (index + 1) * padded]
-        project(d, lora_b, routing, is_lora_b=True, scale=scale, out=part)
+        place = out[:, index * padded : (index + 1) * padded]
+        project(d, pair[1], routing, is_lora_b=True, scale=scale, out=place, experts=experts)
+    return out
+
+
+def _input_gradients(
+    y: torch.Tensor,
+    d_gate_up: torch.Tensor,
+    pairs: Sequence[Pair],
+    routing: Any,
+    low_rank: torch.Tensor,
+    d_low_rank: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """The gradients of both pairs."""
+    from pyggtrain.kernels.grouped_lora import outer
+
+    padded = low_rank.shape[2]
+    gradients: list[torch.Tensor | None] = []
+    for index, pair in enumerate(pairs):
+        assert pair is not None
+        num_out, rank = pair[1].shape[1:]
+        d = d_gate_up[:, index * num_out : (index + 1) * num_out]
+        part = d_low_rank[:, index * padded : (index + 1) * padded]
         gradients += [
             outer(part, y, routing, rank=rank, is_lora_b=False, slots_per_row=routing.num_chosen),
             outer(low_rank[index], d, routing, rank=rank, is_lora_b=True),
         ]
-    return dh, gradients
+    return gradients
 
 
 def _decoded_together(block: ExpertFeedForward, routing: Any, dtype: torch.dtype) -> Decoded | None:
