@@ -232,6 +232,30 @@ def test_need_of_a_gpu_grows_with_the_tokens(tiny_llama_path, monkeypatch):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_paged_gradients_are_gone_as_soon_as_they_are_there(tiny_llama_path, monkeypatch):
+    model = models.load(GGUFFile.open(tiny_llama_path))
+    adapter = attach(model, LORA, seed=1)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    card, adapter_bytes = Card(monkeypatch), 4 * adapter.num_parameters
+    card.held = 2**30 + adapter_bytes
+    held = []
+
+    class Watched(CardsObjective):
+        def loss(self, batch):
+            held.append(any(parameter.grad is not None for parameter in model.parameters()))
+            return super().loss(batch)
+
+    need = MeasuredNeed(Watched(model, card), model, CPU, "paged_adamw_8bit")
+    parts = need.parts("layers", [row(1000)])
+    # A window of so few numbers is all of them: gradients of 4 bytes, moments of 2.
+    assert parts["gradients"] == 0 and parts["optimiser"] == adapter_bytes * 6 // 4
+    assert not any(held) and all(parameter.grad is None for parameter in model.parameters())
+    # The hooks are gone: gradients stay again.
+    Supervised(model).loss(Batch.from_documents([row(8)]))[0].backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_a_micro_batch_that_a_gpu_cannot_hold_needs_at_least_what_is_free(tiny_llama_path, monkeypatch):
     model = models.load(GGUFFile.open(tiny_llama_path))
     attach(model, LORA, seed=1)
