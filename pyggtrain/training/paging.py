@@ -158,10 +158,10 @@ class Pages:
         self._loaded: dict[int, Mapping[str, Any]] = {}
         self._has_runs = False
         self._windows = list(self._make_windows())
-        self._of_member = {member.index: (window, member) for window in self._windows for member in window.members}
+        self._places = {member.parameter: (window, member) for window in self._windows for member in window.members}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self._parameters)
+            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
         ]
 
     def close(self) -> None:
@@ -210,8 +210,7 @@ class Pages:
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """What the optimiser keeps for a parameter, as it would without paging, in ordinary host memory."""
         self._down.finish()
-        index = next(index for index, other in enumerate(self._parameters) if other is parameter)
-        window, member = self._of_member[index]
+        window, member = self._places[parameter]
         for run in window.runs:
             if member in run.members:
                 state = {name: run.part_of(member, name, value) for name, value in run.state.items()}
@@ -219,14 +218,13 @@ class Pages:
                     name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
                     for name, value in state.items()
                 }
-        return dict(self._loaded.get(index, {}))
+        return dict(self._loaded.get(member.index, {}))
 
     def set_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Take over what `state_of` returned in another run, before the first update."""
         assert not self._has_runs, "a state is taken over before the first update"
-        index = next(index for index, other in enumerate(self._parameters) if other is parameter)
         if state:
-            self._loaded[index] = state
+            self._loaded[self._places[parameter][1].index] = state
 
     def _make_windows(self) -> Iterator[_Window]:
         """Lay the parameters of each group side by side, those with 32-bit moments by themselves."""
@@ -279,23 +277,21 @@ class Pages:
                     joined[name] = value.to(member.parameter.device) if isinstance(value, torch.Tensor) else value
                     continue
                 if name not in joined:
-                    joined[name] = self._memory.like(value.new_empty(num_numbers // numbers_each)).zero_()
+                    whole = value.new_empty(num_numbers // numbers_each)
+                    # What is too small to be paged stays with the parameter.
+                    joined[name] = self._memory.like(whole) if _is_paged(whole) else whole.to(member.parameter.device)
+                    joined[name].zero_()
                 first = (member.start - start) // numbers_each
                 joined[name][first : first + value.numel()].copy_(value.flatten())
         return joined
 
-    def _hook(self, index: int) -> Any:
-        def take(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            self._send(index, gradient)
-
-        return take
-
     @torch.no_grad()
-    def _send(self, index: int, gradient: torch.Tensor) -> None:
+    def _take(self, parameter: torch.Tensor) -> None:
         """Copy a finished gradient to the host, or add it to the one that is there."""
-        window, member = self._of_member[index]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        window, member = self._places[parameter]
+        index = member.index
         place = window.gradients[member.start : member.start + member.num_numbers].view(gradient.shape)
         # Allocated on the stream that computes, and freed there after that stream has waited for the copy.
         earlier = torch.empty_like(gradient) if index in self.written else None

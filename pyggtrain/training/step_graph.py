@@ -85,9 +85,7 @@ class StepGraphs:
         self._scale = torch.zeros((), device=self._parameters[0].device)
 
     def clear(self) -> None:
-        """All gradients zero, at the places where graphs add to them. Pages are cleared by themselves."""
-        if self._pages is not None:
-            return
+        """All gradients zero, at the places where graphs add to them; for a run without pages."""
         if not self._gradients:
             self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
         torch._foreach_zero_(self._gradients)

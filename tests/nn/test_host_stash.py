@@ -74,11 +74,12 @@ def test_only_halves_are_waited_for_and_two_are_held() -> None:
     for _ in range(NUM_LAYERS):
         x = halves(weight, x, stash)
         held.append([any(entry.source is not None for entry in part.entries) for part in stash._parts])
-    # Three parts a layer: when a layer's second half begins, all before the first half of the same layer has left.
+    # Three parts a layer: when a layer's second half begins, all before that layer has left.
     for layer, parts in enumerate(held):
         first = 3 * layer
-        assert not any(parts[: max(0, first)]) or layer == 0
-        assert parts[first + 2]
+        assert not any(parts[:first])
+        # What stands between two halves makes nobody wait.
+        assert all(parts[first:])
     for part in stash._parts:
         assert part.entries
 
@@ -91,7 +92,16 @@ def test_what_comes_back_is_the_part_and_the_half_before_it(monkeypatch: pytest.
         x = halves(weight, x, stash)
     seen: list[int] = []
     most = 0
-    fetch = stash._fetch
+    fetch, take = stash._fetch, stash._take
+
+    def taken(entry: host_stash._Entry, index: int) -> torch.Tensor:
+        tensor = take(entry, index)
+        if index >= 2 and stash._parts[index].is_half:
+            before = next(one for one in reversed(range(index)) if stash._parts[one].is_half)
+            assert all(entry.host is None for part in stash._parts[before:index] for entry in part.entries)
+        return tensor
+
+    monkeypatch.setattr(stash, "_take", taken)
 
     def watched(part: host_stash._Part) -> None:
         nonlocal most
@@ -117,12 +127,14 @@ def test_backward_runs_once() -> None:
         y.backward()
 
 
-def test_a_forward_without_backward_is_forgotten() -> None:
+def test_places_of_a_forward_without_backward_are_used_again() -> None:
     stash = HostStash(CPU)
+    places = []
     for _ in range(3):
         stash.begin()
         x = torch.ones(3, 16, requires_grad=True)
         halves(torch.nn.Parameter(torch.eye(16)), x, stash)
-    num_places = len(stash._free) + sum(len(part.entries) for part in stash._parts)
-    gradients("cpu", stash)
-    assert num_places < 3 * sum(len(part.entries) for part in stash._parts)
+        places.append(
+            {entry.host.data_ptr() for part in stash._parts for entry in part.entries if entry.host is not None}
+        )
+    assert places[0] == places[1] == places[2]

@@ -213,13 +213,19 @@ class CardsObjective(Supervised):
         return super().loss(batch)
 
 
-def test_need_of_a_gpu_grows_with_the_tokens(tiny_llama_path, monkeypatch):
-    model = models.load(GGUFFile.open(tiny_llama_path))
+def on_a_card(path, monkeypatch):
+    """A model, the card that holds 1 GiB of it and its adapter, and the adapter's bytes."""
+    model = models.load(GGUFFile.open(path))
     adapter = attach(model, LORA, seed=1)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     card, adapter_bytes = Card(monkeypatch), 4 * adapter.num_parameters
     card.held = 2**30 + adapter_bytes
+    return model, card, adapter_bytes
+
+
+def test_need_of_a_gpu_grows_with_the_tokens(tiny_llama_path, monkeypatch):
+    model, card, adapter_bytes = on_a_card(tiny_llama_path, monkeypatch)
     parts = MeasuredNeed(CardsObjective(model, card), model, CPU).parts("matmuls", [row(3000), row(1000)])
     assert parts == {
         "base file": 2**30,
@@ -233,12 +239,7 @@ def test_need_of_a_gpu_grows_with_the_tokens(tiny_llama_path, monkeypatch):
 
 
 def test_paged_gradients_are_gone_as_soon_as_they_are_there(tiny_llama_path, monkeypatch):
-    model = models.load(GGUFFile.open(tiny_llama_path))
-    adapter = attach(model, LORA, seed=1)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    card, adapter_bytes = Card(monkeypatch), 4 * adapter.num_parameters
-    card.held = 2**30 + adapter_bytes
+    model, card, adapter_bytes = on_a_card(tiny_llama_path, monkeypatch)
     held = []
 
     class Watched(CardsObjective):

@@ -226,3 +226,17 @@ def test_parameters_that_lie_side_by_side_stay_where_they_are() -> None:
         not torch.equal(part, old)
         for part, old in zip(model.values()[:8192].split(1024), before[:8192].split(1024), strict=True)
     )
+
+
+def test_of_a_state_that_is_taken_over_small_tensors_lie_with_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of 8,192 numbers are 32: no window is worth their copies, so kernels must find them on the device."""
+    parameter = torch.nn.Parameter(torch.zeros(8, 1024, device="meta"))
+    pages = Pages([parameter], torch.optim.AdamW([parameter]))
+    codes, scales = torch.zeros(8, 1024, dtype=torch.uint8), torch.zeros(32)
+    pages.set_state(parameter, {"step": 3, "state1": codes, "absmax1": scales})
+    pages._make_runs()
+    ((run,),) = [window.runs for window in pages._windows]
+    assert {name: value.device.type for name, value in run.state.items() if name != "step"} == {
+        "state1": "cpu",
+        "absmax1": "meta",
+    }
