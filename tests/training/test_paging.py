@@ -240,3 +240,19 @@ def test_of_a_state_that_is_taken_over_small_tensors_lie_with_the_parameter(monk
         "state1": "cpu",
         "absmax1": "meta",
     }
+
+
+def test_between_parameters_there_are_zeros() -> None:
+    """The scale of a block of 8-bit moments is that of its largest number, whoever's it is."""
+    model = Model("cpu")
+    optimizer = optimizer_of(model, "paged_adamw_8bit")
+    take(optimizer, model, range(2))
+    assert optimizer.pages is not None
+    num_between = 0
+    for window in optimizer.pages._windows:
+        is_between = torch.ones(window.masters.numel(), dtype=torch.bool)
+        for member in window.members:
+            is_between[member.start : member.start + member.num_numbers] = False
+        num_between += int(is_between.sum())
+        assert not window.gradients[is_between].any() and not window.masters[is_between].any()
+    assert num_between > 0
