@@ -24,7 +24,8 @@ NUM_LAYERS = 5
 def _every_tensor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(host_stash, "_MIN_BYTES", 1)
     # Fresh memory is never right by chance.
-    torch.use_deterministic_algorithms(True)
+    # Only warned: cuBLAS would want a workspace that is chosen before the process first uses the GPU.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
