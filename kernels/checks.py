@@ -10,3 +10,9 @@ def check_rows(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
             f"{name} is {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
             f"needed: {list(like.shape)} with unit column stride on {like.device}."
         )
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Require a tensor without gaps."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is {list(tensor.shape)} with strides {tensor.stride()}; needed: a contiguous tensor.")

@@ -51,8 +51,8 @@ def _adamw(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
 def _adamw_8bit(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
     """Dettmers et al. 2022 (2110.02861): moments as 8-bit dynamic codes in blocks of 256 with one scale each.
 
-    bitsandbytes computes it on CPUs as on GPUs (from 0.50 on), and keeps parameters of fewer than 4,096 numbers in
-    float32.
+    bitsandbytes makes the tables of codes, computes it on CPUs (from 0.50 on), and keeps parameters of fewer than 4,096
+    numbers in float32. On a GPU its kernel knows the default stream alone: `kernels.adamw_8bit` takes its place.
     """
     # It warns of 4-bit products that it could have faster, which nobody here asks it for.
     logger = logging.getLogger("bitsandbytes")
@@ -78,7 +78,31 @@ def _adamw_8bit(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
                         continue
                     if not self.state[parameter]:
                         self.init_state(group, parameter, group_index, index)
-                    self.update_step(group, parameter, group_index, index)
+                    if parameter.is_cuda:
+                        self._update_on_gpu(group, parameter)
+                    else:
+                        self.update_step(group, parameter, group_index, index)
+
+        def _update_on_gpu(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
+            from pyggtrain.kernels.adamw_8bit import adamw_8bit
+
+            state, gradient = self.state[parameter], parameter.grad
+            assert gradient is not None
+            state["step"] += 1
+            is_coded = "qmap1" in state
+            adamw_8bit(
+                parameter.detach(),
+                gradient.contiguous(),
+                state["state1"],
+                state["state2"],
+                tables=(state["qmap1"], state["qmap2"]) if is_coded else None,
+                scales=(state["absmax1"], state["absmax2"]) if is_coded else None,
+                step=state["step"],
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
 
     return AdamW8bit(groups, **_adam_settings(config))
 
