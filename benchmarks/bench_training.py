@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,9 @@ def train_config(setting: Setting) -> TrainConfig:
 
 def make_optimizer(setting: Setting, config: TrainConfig, model: Model, adapter: LoraAdapter) -> Optimizer:
     """With CUDA graphs where the product takes them."""
-    parameters: dict[str, torch.Tensor] = {str(index): one for index, one in enumerate(adapter.parameters())}
+    parameters: dict[str, torch.Tensor] = {
+        f"{name}.{half}": getattr(pair, half) for name, pair in adapter.pairs.items() for half in ("lora_a", "lora_b")
+    }
     optimizer = Optimizer(parameters, config)
     # Gradients at fixed places would cost memory that longer micro-batches have a use for.
     if can_graph(config, model) and setting.num_tokens <= max_tokens(model):
@@ -146,12 +149,14 @@ def measure(name: str, setting: Setting, path: str, *, repeats: int, profile: Pa
     torch.cuda.reset_peak_memory_stats()
 
     def step(batch: Batch) -> float:
-        start = time.perf_counter()
         optimizer.step(objective, [batch], num_units=batch.num_targets, learning_rate=1e-4, seeds=[0])
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3
+        return time.perf_counter()
 
-    times_ms = sorted([step(batch) for batch in batches][WARM_UP:])
+    # An update may run beside the next step: a step lasts until the next one is as far. The last has none beside it.
+    ends = [step(batch) for batch in batches]
+    torch.cuda.synchronize()
+    ends[-1] = time.perf_counter()
+    times_ms = sorted((end - start) * 1e3 for start, end in pairwise(ends[WARM_UP - 1 :]))
     step_ms = statistics.median(times_ms)
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     experts_used = shape.experts_used if isinstance(shape, ModelShape) else 1.0
@@ -180,7 +185,8 @@ def measure(name: str, setting: Setting, path: str, *, repeats: int, profile: Pa
     }
     if profile is not None:
         try:
-            line |= profiled(lambda: step(batches[0]), profile / f"{name}.txt", step_ms)
+            # Two: each has the other's update beside it.
+            line |= profiled(lambda: [step(batch) for batch in batches[:2]], profile / f"{name}.txt", step_ms)
         except Exception as error:
             # What was timed is not to be lost.
             traceback.print_exc()
@@ -188,14 +194,15 @@ def measure(name: str, setting: Setting, path: str, *, repeats: int, profile: Pa
     return line
 
 
-def profiled(step: Callable[[], object], table: Path, step_ms: float) -> dict[str, Any]:
-    """The families of one more step's kernels; its table of kernels goes to a file."""
+def profiled(steps: Callable[[], object], table: Path, step_ms: float) -> dict[str, Any]:
+    """The families of two more steps' kernels, for one; their table of kernels goes to a file."""
     with torch.profiler.profile() as profiler:
-        step()
+        steps()
+        torch.cuda.synchronize()
     table.parent.mkdir(parents=True, exist_ok=True)
     rows = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90)
     table.write_text(rows)
-    return break_down(device_intervals(profiler.events()), step_ms)
+    return break_down(device_intervals(profiler.events()), step_ms, num_steps=2)
 
 
 def in_one_line(error: Exception) -> str:

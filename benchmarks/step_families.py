@@ -57,7 +57,7 @@ def device_intervals(events: Iterable[Any]) -> list[tuple[str, float, float]]:
     ]
 
 
-def break_down(intervals: Iterable[tuple[str, float, float]], step_ms: float) -> dict[str, Any]:
+def break_down(intervals: Iterable[tuple[str, float, float]], step_ms: float, num_steps: int = 1) -> dict[str, Any]:
     """Milliseconds and share of a step by family, largest first, and what is left: "idle".
 
     Idle is the step without the time in which anything ran. That is less than the sum of the families where copies run
@@ -65,18 +65,19 @@ def break_down(intervals: Iterable[tuple[str, float, float]], step_ms: float) ->
 
     Args:
         step_ms: of an ordinary step: a profiler makes launching slower, but not the kernels.
+        num_steps: in the intervals.
     """
     total_ms: defaultdict[str, float] = defaultdict(float)
     busy_us, last_end = 0.0, 0.0
     others: defaultdict[str, float] = defaultdict(float)
     for name, start, end in sorted(intervals, key=lambda interval: interval[1]):
         family = family_of(name)
-        total_ms[family] += (end - start) / 1e3
+        total_ms[family] += (end - start) / 1e3 / num_steps
         if family == OTHER:
-            others[name[:80]] += (end - start) / 1e3
+            others[name[:80]] += (end - start) / 1e3 / num_steps
         busy_us += max(0.0, end - max(start, last_end))
         last_end = max(last_end, end)
-    idle_ms = step_ms - busy_us / 1e3
+    idle_ms = step_ms - busy_us / 1e3 / num_steps
     return {
         "kernels_ms": round(sum(total_ms.values()), 1),
         "idle_ms": round(idle_ms, 1),

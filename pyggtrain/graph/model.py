@@ -7,6 +7,7 @@ difference to a hand-written model. Which of them can be trained is what llama.c
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -25,7 +26,7 @@ from pyggtrain.graph.halves import find_halves, fused_layer
 from pyggtrain.graph.importer import Program, import_steps, make_program
 from pyggtrain.graph.ir import Graph, fit, fit_document
 from pyggtrain.graph.mixtures import Mixture, find_mixtures
-from pyggtrain.graph.program import Step
+from pyggtrain.graph.program import Region, Step
 from pyggtrain.graph.rewrite import Reach, name_rows_of_tokens, rewritten
 from pyggtrain.graph.weights import FrozenTensor, Weights, as_matrix
 from pyggtrain.nn import (
@@ -239,11 +240,15 @@ class ImportedModel(Model):
         # Nothing but fused halves can wait on the host.
         policy = "layers" if self.checkpoint_policy == "offload" else self.checkpoint_policy
         is_random = self._is_random
-        remaining = iter(kept_by_layer)
+        remaining = enumerate(kept_by_layer)
+        # What stands before the layers counts as the first one's.
+        self.announce(0)
         for region, is_layer, dead in zip(program.regions, program.is_layer, program.dead, strict=True):
             values = [known[index] for index in region.inputs]
             if is_layer:
-                kept = next(remaining)
+                number, kept = next(remaining)
+                if number > 0:
+                    self.announce(number)
                 place = stash if kept.on_host else None
                 outputs = region(*values, frame=frame, policy=policy, is_random=is_random, kept=kept, stash=place)
             else:
@@ -251,8 +256,27 @@ class ImportedModel(Model):
             known |= zip(region.outputs, (outputs,) if len(region.outputs) == 1 else outputs, strict=True)
             for index in dead:
                 del known[index]
+        self.announce(len(program.layers))
         (x_OD,) = known.values()
         return x_OD if program.selects_rows else x_OD[rows]
+
+    def layer_of(self, name: str) -> int:
+        """See `nn.Model`. Layers of the program, which need not be the file's blocks."""
+        return self._first_readers.get(name, 0)
+
+    @cached_property
+    def _first_readers(self) -> dict[str, int]:
+        program = self._program
+        regions = [*program.layers, program.tail]
+        readers = [(weight, number) for number, region in enumerate(regions) for weight in _weights_of(region)]
+        elsewhere = {
+            weight
+            for region, is_layer in zip(program.regions, program.is_layer, strict=True)
+            if not is_layer
+            for weight in _weights_of(region)
+        }
+        # The last to be put down is the first to read.
+        return {weight: number for weight, number in reversed(readers) if weight not in elsewhere}
 
     def join_copies(self) -> None:
         """See `nn.Model`."""
@@ -362,6 +386,10 @@ def filled_up(batch: Batch, num_missing: int) -> Batch:
         targets_T=functional.pad(batch.targets_T, (0, num_missing), value=IGNORED),
         cu_seqlens=batch.cu_seqlens.new_tensor([0, end + num_missing]),
     )
+
+
+def _weights_of(region: Region) -> set[str]:
+    return {weight for step in region.steps for weight in step.weights}
 
 
 def _rows_with_target(batch: Batch) -> torch.Tensor:

@@ -352,9 +352,12 @@ class Llama(SplittableModel):
         documents = batch.documents
         if self._can_fuse:
             kept = self.kept or kept_by(self.checkpoint_policy, len(self.own_layers))
-            return self._fused(x_TD, tables, documents, kept)
-        for layer in self._own_blocks:
-            x_TD = run_layer(layer, x_TD, tables, documents, policy=self.checkpoint_policy)
+            x_TD = self._fused(x_TD, tables, documents, kept, self.announce)
+        else:
+            for number, layer in zip(self.own_layers, self._own_blocks, strict=True):
+                self.announce(number)
+                x_TD = run_layer(layer, x_TD, tables, documents, policy=self.checkpoint_policy)
+        self.announce(len(self.layers))
         return x_TD
 
     def hidden(self, batch: Batch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A stream for copies between a GPU and its host, beside the one that computes."""
+"""A stream beside the one that computes: for copies between a GPU and its host, or for what runs beside a step."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class CopyLane:
-    """A stream for copies in one direction, beside the stream that computes. On a CPU all is done in turn."""
+    """A stream beside the one that computes. On a CPU all is done in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -19,7 +19,7 @@ class CopyLane:
         return self._stream is not None and bool(torch.cuda.is_current_stream_capturing())
 
     def use(self) -> AbstractContextManager[Any]:
-        """Copies inside go this way."""
+        """What is launched inside goes this way."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def follow(self, other: "CopyLane | None" = None) -> None:
@@ -32,6 +32,16 @@ class CopyLane:
     def mark(self) -> "torch.cuda.Event | None":
         """An event after what was launched here so far."""
         return None if self._stream is None else self._stream.record_event()
+
+    def lasting_mark(self) -> "torch.cuda.Event | None":
+        """An event that is recorded again and again, for the first time now. A CUDA graph that was captured waiting for
+        it waits, whenever it runs, for where it was last.
+        """
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def wait(self, event: "torch.cuda.Event | None") -> None:
         """Let the stream that computes wait for a mark."""

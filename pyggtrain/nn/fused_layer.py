@@ -5,7 +5,7 @@ in attention) runs through the same modules' own operations instead; `can_fuse` 
 speed, memory and rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -292,7 +292,12 @@ class FusedLayers:
         return all(layer.fused().can_fuse(dtype, device) for layer in self.layers)
 
     def __call__(
-        self, x_TD: torch.Tensor, tables: RopeTables, documents: Documents, kept: Sequence[Kept]
+        self,
+        x_TD: torch.Tensor,
+        tables: RopeTables,
+        documents: Documents,
+        kept: Sequence[Kept],
+        announce: Callable[[int], None] = lambda number: None,
     ) -> torch.Tensor:
         """The last layer's output [T, D].
 
@@ -300,12 +305,14 @@ class FusedLayers:
             x_TD: the first layer's input.
             tables, documents: see `ops.fused.attention_block`.
             kept: of each layer.
+            announce: called before each layer with its number, from 0 on.
         """
         uses_host = torch.is_grad_enabled() and any(one.on_host for one in kept)
         if uses_host:
             self._stash = self._stash or HostStash(x_TD.device)
             self._stash.begin()
-        for layer, one in zip(self.layers, kept, strict=True):
+        for number, (layer, one) in enumerate(zip(self.layers, kept, strict=True)):
+            announce(number)
             x_TD = layer(x_TD, tables, documents, one, self._stash if uses_host and one.on_host else None)
         return x_TD
 

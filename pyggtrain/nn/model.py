@@ -1,7 +1,8 @@
 """What training sees of a model, whatever its architecture."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from pyggtrain.nn.expert_linear import ExpertLinear
 from pyggtrain.nn.fused_layer import FusedLayer
 from pyggtrain.nn.quant_linear import QuantLinear
 from pyggtrain.ops.fused import Kept
+
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 class Model(nn.Module, ABC):
@@ -29,6 +32,8 @@ class Model(nn.Module, ABC):
         loss_chunk: tokens whose logits exist at the same time in `loss`; None: see
             `ops.linear_cross_entropy`.
         neftune_noise_alpha: strength of the noise that training adds to token embeddings; 0: none.
+        before_layer: called with its number before each layer is launched, and with the number of layers before what
+            follows them; None: nobody wants to know.
         diffusion: how it fills in masked tokens; None: it continues a text, and no token sees a later one.
     """
 
@@ -41,6 +46,7 @@ class Model(nn.Module, ABC):
         self.checkpoint_policy = "none"
         self.kept: Sequence[Kept] | None = None
         self.loss_chunk: int | None = None
+        self.before_layer: Callable[[int], None] | None = None
         self.neftune_noise_alpha = 0.0
         self.diffusion: Diffusion | None = None
 
@@ -67,6 +73,20 @@ class Model(nn.Module, ABC):
         launched.
         """
         return False
+
+    def announce(self, layer: int) -> None:
+        """Call `before_layer`."""
+        if self.before_layer is not None:
+            self.before_layer(layer)
+
+    def layer_of(self, name: str) -> int:
+        """The first layer that reads a weight, or the number of layers for what only follows them. What no layer reads,
+        or nobody knows, counts as the first one's.
+        """
+        if name == "output.weight":
+            return len(self.layers)
+        match = _BLOCK.match(name)
+        return int(match[1]) if match else 0
 
     def join_copies(self) -> None:
         """Let what is launched from now on wait for copies of activations that are under way, if there are any."""

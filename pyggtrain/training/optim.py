@@ -64,7 +64,8 @@ class Optimizer:
 
     Attributes:
         divides_late: whether gradients are divided by the number of units after backward, not before.
-        pages: where gradients and moments are, if they wait on the host (`optimizers.PAGED`, on a GPU).
+        pages: where gradients and moments are, if they wait on the host (`optimizers.PAGED`, on a GPU). With `graphs`
+            an update then runs beside the next step: call `settle` before the parameters are read.
 
     Raises:
         TypeError: a parameter is not float32. bfloat16 has 8 bits, so updates below 0.4 % of a weight would round to
@@ -185,6 +186,11 @@ class Optimizer:
         else:
             self._optimizer.zero_grad(set_to_none=True)
 
+    def settle(self) -> None:
+        """Let what reads the parameters from now on see the last update."""
+        if self.pages is not None:
+            self.pages.settle()
+
     @contextmanager
     def saved_weights(self) -> Iterator[None]:
         """Let the parameters hold what would be saved, for the time of a `with` block.
@@ -192,6 +198,7 @@ class Optimizer:
         For most optimisers these are the parameters themselves, for a schedule-free one the average of its steps.
         Afterwards they are copied back, and not computed back, so that looking at them changes no bit of the run.
         """
+        self.settle()
         if not self._has_average:
             yield
             return
@@ -207,6 +214,7 @@ class Optimizer:
 
     def finish(self) -> None:
         """Let the parameters hold what is to be saved, for good: no step follows."""
+        self.settle()
         if self._has_average:
             self._optimizer.eval()  # type: ignore[attr-defined]
 
@@ -296,6 +304,13 @@ class Optimizer:
         is_fused = isinstance(self._optimizer, torch.optim.AdamW) and bool(self._optimizer.defaults["fused"])
         return is_fused and next(iter(self.parameters.values())).is_cuda
 
+    @property
+    def _runs_beside(self) -> bool:
+        """Whether the update runs beside the next step: graphs wait for each layer's part of it. What is launched
+        kernel by kernel would want the update's memory for itself.
+        """
+        return self.graphs is not None and self.graphs.has_replayed
+
     def _clip_and_step(self, total_norm: torch.Tensor, page_factor: float) -> None:
         if self.pages is None:
             if self.max_grad_norm > 0:
@@ -303,9 +318,10 @@ class Optimizer:
             self._optimizer.step()
         elif self.max_grad_norm > 0:
             # As torch clips.
-            self.pages.update(factor=(self.max_grad_norm / (total_norm + 1e-6)).clamp(max=1.0) * page_factor)
+            factor = (self.max_grad_norm / (total_norm + 1e-6)).clamp(max=1.0) * page_factor
+            self.pages.update(factor=factor, beside=self._runs_beside)
         else:
-            self.pages.update(factor=page_factor)
+            self.pages.update(factor=page_factor, beside=self._runs_beside)
 
     def _update_on_device(self, loss: torch.Tensor, total_norm: torch.Tensor, page_factor: float) -> None:
         """Update without waiting for the device. `grad_scale` divides gradients, `found_inf` = 1 leaves all as it was
@@ -317,7 +333,7 @@ class Optimizer:
         if self.pages is None:
             self._optimizer.step()
         else:
-            self.pages.update(factor=page_factor)
+            self.pages.update(factor=page_factor, beside=self._runs_beside)
 
     def _skip(self, name: str) -> None:
         self.num_skipped += 1

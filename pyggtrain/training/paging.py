@@ -8,7 +8,8 @@ touched once. So
   its norm is taken on the way;
 - at the update, a window of parameters at a time gets gradients and moments back, takes the optimiser's own step and
   sends the moments home, while the next window is on its way;
-- moments stay on the device as far as the first step has shown that there is room.
+- moments stay on the device as far as the first step has shown that there is room;
+- an update may run beside the next step: what reads a parameter waits for its window alone.
 
 Masters of a window lie side by side (a parameter is a view of its part), and so do gradients and moments: a window is a
 few copies and one call of the optimiser, however many parameters it has. Parts begin at multiples of 256 numbers, the
@@ -143,6 +144,7 @@ class Pages:
     Attributes:
         norms: float32 [number of parameters], L2 norm of each gradient; 0 without one.
         written: indices of parameters that have a gradient.
+        num_windows: how many there are.
         room: device -> bytes that moments may take there for good; asked at the first update.
     """
 
@@ -151,14 +153,23 @@ class Pages:
         device = self._parameters[0].device
         self._memory = _HostMemory(is_pinned=device.type == "cuda")
         self._up, self._down = CopyLane(device), CopyLane(device)
+        # For updates beside the next step, and what such a one reads.
+        self._beside = CopyLane(device)
+        self._read_beside: list[Any] = []
+        self._is_beside = False
         self._behind: deque[_Behind] = deque()
         self.norms = torch.zeros(len(self._parameters), device=device)
         self.written: set[int] = set()
         self.room: Callable[[torch.device], int] = room_for_state
         self._loaded: dict[int, Mapping[str, Any]] = {}
         self._has_runs = False
-        self._windows = list(self._make_windows())
+        # In the order in which a step reads them: parameters come first to last.
+        self._windows = sorted(self._make_windows(), key=lambda window: window.members[0].index)
         self._places = {member.parameter: (window, member) for window in self._windows for member in window.members}
+        self._numbers = {
+            member.parameter: number for number, window in enumerate(self._windows) for member in window.members
+        }
+        self._updated = [self._beside.lasting_mark() for _ in self._windows]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
             for parameter in self._parameters
@@ -182,12 +193,46 @@ class Pages:
             self._release()
         self._down.catch_up()
 
-    def update(self, *, factor: float | torch.Tensor = 1.0) -> None:
+    @property
+    def num_windows(self) -> int:
+        return len(self._windows)
+
+    def update(self, *, factor: float | torch.Tensor = 1.0, beside: bool = False) -> None:
         """Take the optimiser's step, gradients multiplied by `factor` before.
 
         Args:
             factor: scalar; a tensor lies on the device.
+            beside: let what is launched next not wait. Then whoever reads a parameter calls `wait_for` or `settle`.
         """
+        self.settle()
+        if not beside:
+            self._update(factor)
+            return
+        self._is_beside = True
+        self._beside.follow()
+        # Not to be freed, on the stream that made it, before the update has read it.
+        self._read_beside = [factor, *(getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))]
+        with self._beside.use():
+            self._update(factor)
+
+    def wait_for(self, number: int) -> None:
+        """Let what is computed from now on come after the last update of the windows up to `number`. In a CUDA graph it
+        stands for the last update before each time that the graph runs.
+        """
+        if self._is_beside or self._beside.is_capturing:
+            self._beside.wait(self._updated[number])
+
+    def settle(self) -> None:
+        """Let what is computed from now on come after all of the last update."""
+        if self._is_beside:
+            self._beside.catch_up()
+            self._is_beside = False
+
+    def number_of(self, parameter: torch.Tensor) -> int:
+        """Of a parameter's window, in the order in which they are updated."""
+        return self._numbers[parameter]
+
+    def _update(self, factor: float | torch.Tensor) -> None:
         if not self._has_runs:
             self._make_runs()
         groups = self._optimizer.param_groups
@@ -203,12 +248,16 @@ class Pages:
                     coming.append(self._fetch(windows[number + 1]))
                 self._optimizer.param_groups = [window.group]
                 self._step(window, coming.popleft(), factor)
+                updated = self._updated[self._numbers[window.members[0].parameter]]
+                if updated is not None:
+                    updated.record()
         finally:
             self._optimizer.param_groups = groups
         self.join()
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """What the optimiser keeps for a parameter, as it would without paging, in ordinary host memory."""
+        self.settle()
         self._down.finish()
         window, member = self._places[parameter]
         for run in window.runs:

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -66,9 +67,13 @@ class StepGraphs:
 
     Args:
         model: on a GPU, one that can be captured.
-        parameters: name -> trained tensor.
+        parameters: name -> trained tensor, `<weight>.<factor>`.
         pages: where gradients go, if they go to the host. A graph of the first micro-batch of a step overwrites what is
-            there, one of a later micro-batch adds to it.
+            there, one of a later micro-batch adds to it. Graphs wait layer by layer for an update that runs beside
+            them, single launches for all of it.
+
+    Attributes:
+        has_replayed: whether the last micro-batch was a graph's.
     """
 
     def __init__(self, model: LossModule, parameters: Mapping[str, torch.Tensor], pages: Pages | None = None) -> None:
@@ -83,6 +88,8 @@ class StepGraphs:
         self._too_large: set[_Key] = set()
         self._pool: Any = None
         self._scale = torch.zeros((), device=self._parameters[0].device)
+        self._last_windows = self._windows_of_layers(parameters) if pages is not None else []
+        self.has_replayed = False
 
     def clear(self) -> None:
         """All gradients zero, at the places where graphs add to them; for a run without pages."""
@@ -99,8 +106,9 @@ class StepGraphs:
             batch: on the GPU, made by `filled_up` before it went there.
             scale: one over the targets of the step.
         """
+        self.has_replayed = False
         if batch.num_tokens > self._max_tokens:
-            return self._run(batch, torch.full_like(self._scale, scale))
+            return self._run_at_once(batch, torch.full_like(self._scale, scale))
         shape = shape_of(batch, reads_chunks=self._reads_chunks)
         if shape[-1] is not None:
             batch.documents.make_room(batch.tokens_T.device, shape[-1])
@@ -109,18 +117,24 @@ class StepGraphs:
         captured = self._graphs.get(key)
         if captured is None:
             if key not in self._seen or key in self._too_large:
-                loss = self._run(batch, self._scale)
+                loss = self._run_at_once(batch, self._scale)
                 self._seen[key] = list(batch.documents.masks)
                 return loss
             captured = self._capture(key, batch)
         if captured is None:
-            return self._run(batch, self._scale)
+            return self._run_at_once(batch, self._scale)
         self._graphs.move_to_end(key)
+        self.has_replayed = True
         _overwrite(captured.batch, batch)
         captured.graph.replay()
         if self._pages is not None:
             self._pages.written |= captured.written
         return captured.loss.clone()
+
+    def _run_at_once(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
+        if self._pages is not None:
+            self._pages.settle()
+        return self._run(batch, scale)
 
     def _run(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
         loss_sum, _ = self.model.loss(batch)
@@ -159,6 +173,8 @@ class StepGraphs:
     def _record(self, static: Batch) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """The graph of a batch that stays where it is, and the loss that it writes."""
         graph = torch.cuda.CUDAGraph()
+        if isinstance(self.model, Model) and self._last_windows:
+            self.model.before_layer = self._wait_for_layer
         try:
             # "relaxed": a kernel's variant that is needed for the first time may be loaded meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
@@ -168,8 +184,27 @@ class StepGraphs:
             if isinstance(error.__context__, torch.OutOfMemoryError):
                 raise error.__context__ from None
             raise
+        finally:
+            if isinstance(self.model, Model):
+                self.model.before_layer = None
         self._pool = graph.pool()
         return graph, loss
+
+    def _wait_for_layer(self, layer: int) -> None:
+        assert self._pages is not None
+        if layer == 0 or self._last_windows[layer] > self._last_windows[layer - 1]:
+            self._pages.wait_for(self._last_windows[layer])
+
+    def _windows_of_layers(self, parameters: Mapping[str, torch.Tensor]) -> list[int]:
+        """For each layer, and for what follows them, the last of the windows that hold what was read so far."""
+        assert self._pages is not None
+        if not isinstance(self.model, Model):
+            return []
+        last = [0] * (len(self.model.layers) + 1)
+        for name, parameter in parameters.items():
+            layer = self.model.layer_of(name.rpartition(".")[0])
+            last[layer] = max(last[layer], self._pages.number_of(parameter))
+        return list(accumulate(last, max))
 
     def _has_room(self, num_tokens: int) -> bool:
         """Whether as much as single launches took at their peak is free for the pool of graphs, or it is there."""

@@ -255,6 +255,7 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         self.check_base()
+        self.optimizer.settle()
         if self.processes.num_replicas > 1:
             # Replicas that have drifted apart would train something that no checkpoint holds.
             self.processes.check_same({f"weights after step {done}": fingerprint(self.parameters)})

@@ -1,8 +1,10 @@
 """The imported model against llama.cpp and the hand-written llama, on a real model and tiny ones of other families."""
 
 import logging
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from pyggtrain.gguf import GGUFFile, QuantTensor, Tokenizer, quantize_tensor, ty
 from pyggtrain.graph import capture as capture_module
 from pyggtrain.graph.capture import capture
 from pyggtrain.graph.model import ImportedModel
+from pyggtrain.graph.program import Part
 from pyggtrain.models.llama import Llama
 from pyggtrain.nn import POLICIES, Batch
 
@@ -306,6 +309,35 @@ def test_layers_are_the_blocks(tiny: ImportedModel) -> None:
         steps = layer.steps  # type: ignore[union-attr]
         names = {name for step in steps for name in step.weights if name.startswith("blk.")}  # type: ignore[union-attr]
         assert names and all(name.startswith(f"blk.{index}.") for name in names)
+
+
+def test_who_asks_hears_of_each_layer_before_its_weights_are_read(
+    tiny: ImportedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+    read: set[str] = set()
+
+    def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+        def watching(part: Part, *values: Any, **options: Any) -> Any:
+            for name in {name for step in part.steps for name in step.weights} & set(tiny.linears):
+                assert tiny.layer_of(name) <= heard[-1]
+                read.add(name)
+            return run(part, *values, **options)
+
+        return watching
+
+    monkeypatch.setattr(Part, "__call__", watched(Part.__call__))
+    monkeypatch.setattr(Part, "fused", watched(Part.fused))
+    monkeypatch.setattr(tiny, "before_layer", heard.append)
+    documents = [(list(range(length)),) * 2 for length in (5, 3)]
+    tiny.loss(Batch.from_documents(documents))
+    assert heard == [0, 1, 2]
+    # The head's product with its loss is no step.
+    assert {"blk.0.attn_q.weight", "blk.1.attn_q.weight"} <= read
+    assert [tiny.layer_of(f"blk.{index}.attn_q.weight") for index in range(2)] == [0, 1]
+    assert tiny.layer_of("unknown.weight") == 0
+    if "output.weight" in tiny.linears:
+        assert tiny.layer_of("output.weight") == 2
 
 
 def test_every_tensor_is_trainable_or_has_a_reason(tiny: ImportedModel) -> None:

@@ -78,9 +78,7 @@ def test_a_step_is_that_of_float64(size: tuple[int, ...], is_coded: bool, device
         expected_codes, expected_scale = coded(one, its_table)
         torch.testing.assert_close(scale.cpu(), expected_scale, rtol=1e-6, atol=1e-8)
         # Only what lies in the middle of two entries may take the other one.
-        errors = [
-            (decoded(some.cpu(), expected_scale, its_table) - one).abs() for some in (codes, expected_codes)
-        ]
+        errors = [(decoded(some.cpu(), expected_scale, its_table) - one).abs() for some in (codes, expected_codes)]
         torch.testing.assert_close(*errors, rtol=1e-4, atol=1e-6)
 
 

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -495,3 +496,14 @@ def test_a_part_on_a_gpu_holds_its_own_weights_only_and_computes_what_the_whole_
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compute", ["auto", "exact"])
+def test_who_asks_hears_of_each_layer(compute: str, tiny_llama_path: Path) -> None:
+    model = models.load(GGUFFile.open(tiny_llama_path), implementation="native", compute=compute)
+    heard: list[int] = []
+    model.before_layer = heard.append
+    model.loss(batch_of(5))
+    assert heard == [0, 1, 2]
+    names = ("token_embd.weight", "blk.0.ffn_up.weight", "blk.1.attn_q.weight", "output.weight")
+    assert [model.layer_of(name) for name in names] == [0, 0, 1, 2]

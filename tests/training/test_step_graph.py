@@ -13,6 +13,9 @@ from pyggtrain.adapters import LoraConfig, attach
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.nn import Batch, Model
 from pyggtrain.ops.fused import Kept
+from pyggtrain.training.config import TrainConfig
+from pyggtrain.training.objectives import Supervised
+from pyggtrain.training.optim import Optimizer
 from pyggtrain.training.paging import Pages
 from pyggtrain.training.step_graph import (
     MAX_TOKENS,
@@ -267,3 +270,60 @@ def test_graphs_send_gradients_to_the_host(tiny_llama_path: Path, monkeypatch: p
         assert error(results, [window.gradients for window in pages._windows]) < 2e-2
         assert all(parameter.grad is None for parameter in parameters.values())
     assert len(graphs._graphs) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["native", "graph", "experts"])
+@pytest.mark.parametrize("optim", ["paged_adamw", "paged_adamw_8bit"])
+def test_an_update_beside_the_next_step_changes_nothing(
+    kind: str, optim: str, tiny_llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow it is. And it takes the waiting to make it so."""
+    if optim == "paged_adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    # A window for each pair, each of which takes longer than the whole of a step.
+    monkeypatch.setattr("pyggtrain.training.paging._WINDOW_BYTES", 256)
+    step_of_window = Pages._step
+
+    def slow(self: Pages, *arguments: Any) -> None:
+        torch.cuda._sleep(3_000_000)
+        step_of_window(self, *arguments)
+
+    monkeypatch.setattr(Pages, "_step", slow)
+    if kind == "experts":
+        path = write_delta(next(one for one in TINY if one.architecture == "qwen35moe"), tmp_path / "tiny.gguf")
+    else:
+        path = tiny_llama_path
+
+    def train() -> tuple[list[float], torch.Tensor]:
+        model = models.load(GGUFFile.open(path), device="cuda", implementation="auto" if kind == "experts" else kind)
+        model.train()
+        adapter = attach(model, LoraConfig(r=4), seed=0)
+        parameters: dict[str, torch.Tensor] = {
+            f"{name}.{half}": getattr(pair, half)
+            for name, pair in adapter.pairs.items()
+            for half in ("lora_a", "lora_b")
+        }
+        settings = TrainConfig(model="m", data=("d",), output="o", optim=optim)  # type: ignore[arg-type]
+        optimizer = Optimizer(parameters, settings)
+        assert optimizer.pages is not None and optimizer.pages.num_windows > 5
+        graphs = optimizer.graphs = StepGraphs(model, parameters, optimizer.pages)
+        objective, losses = Supervised(model), []
+        for seed in range(5):
+            batch = filled_up(make_batch([128], seed)).to("cuda")
+            result = optimizer.step(objective, [batch], num_units=batch.num_targets, learning_rate=2e-2, seeds=[0])
+            losses.append(result.loss)
+        assert graphs.has_replayed
+        optimizer.settle()
+        return losses, torch.cat([one.detach().flatten() for one in parameters.values()])
+
+    losses, beside = train()
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "_runs_beside", property(lambda self: False))
+        expected_losses, expected = train()
+    assert losses == expected_losses and torch.equal(beside, expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pages, "wait_for", lambda self, number: None)
+        careless, _ = train()
+    assert careless != expected_losses
