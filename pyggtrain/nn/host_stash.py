@@ -3,7 +3,8 @@
 A model's saved tensors are stashed in parts, first to last: halves of layers, and what stands between them. Copies run
 on a lane of their own beside the products: to the host while the next halves run forward, back while the half above
 runs backward. So a step is slower only where a half takes less time than its copies: 5.5 ms each way for 288 MiB at
-55 GB/s (8,192 tokens of an 8B model on an H200), where a layer's products take 6 and 12.
+55 GB/s (8,192 tokens of an 8B model on an H200), where a layer's products take 6 and 12. What several parts save, a
+residual or a normed input, goes once and comes back once.
 """
 
 from collections.abc import Iterator
@@ -20,27 +21,51 @@ _MIN_BYTES = 4 << 20
 _MAX_BEHIND = 2
 
 
+# Storage, offset, number of elements, dtype and version: equal for two tensors of the same values.
+_Memory = tuple[int, int, int, torch.dtype, int]
+
+
 @dataclass(eq=False)
 class _Entry:
-    """One saved tensor: on its way to the host, there, on its way back, or taken (then nothing is left of it)."""
+    """What was saved, once or several times: on its way to the host, there, on its way back, or taken by all (then
+    nothing is left of it).
 
-    shape: torch.Size
+    Attributes:
+        num_elements, dtype: its values lie on the host flat; each use has its own shape.
+        memory: by which it is known while it holds its source; None: it is not shared.
+        host: its place there, until it has begun to come back.
+        source: the GPU's copy until it may go. Without its graph, whose hooks hold the stash: autograd's references
+            are not the garbage collector's to see, and a pass that fails would never be freed.
+        num_uses: that have not been taken.
+    """
+
+    num_elements: int
     dtype: torch.dtype
+    memory: _Memory | None
     host: torch.Tensor | None
     source: torch.Tensor | None
     sent: "torch.cuda.Event | None"
+    num_uses: int = 0
     fetched: torch.Tensor | None = None
     arrived: "torch.cuda.Event | None" = None
 
     def host_values(self) -> torch.Tensor:
-        """The place on the host as the tensor that it holds."""
+        """The place on the host as the values that it holds."""
         assert self.host is not None
-        return _as(self.host, self.shape, self.dtype)
+        return _as(self.host, torch.Size([self.num_elements]), self.dtype)
+
+
+@dataclass(eq=False)
+class _Use:
+    """One saved tensor, which autograd holds in its stead; without entry once taken."""
+
+    entry: _Entry | None
+    shape: torch.Size
 
 
 @dataclass(eq=False)
 class _Part:
-    """What one half saved, or what stands between two."""
+    """What one half saved, or what stands between two; `entries` may be an earlier part's too, or one twice."""
 
     is_half: bool
     entries: list[_Entry] = field(default_factory=list)
@@ -60,12 +85,15 @@ class HostStash:
         # Places that a captured CUDA graph copies to and from: never to be freed.
         self._captured: list[torch.Tensor] = []
         self._parts: list[_Part] = []
+        # Entries that hold their source, so that no other tensor can have its memory.
+        self._known: dict[_Memory, _Entry] = {}
 
     def begin(self) -> None:
         """Start a forward pass; forget one that never had its backward."""
         for entry in (entry for part in self._parts for entry in part.entries):
             self._give_back(entry)
         self._parts = []
+        self._known = {}
 
     @contextmanager
     def part(self, *, is_half: bool = True) -> Iterator[None]:
@@ -82,12 +110,12 @@ class HostStash:
         index = len(self._parts)
         self._parts.append(_Part(is_half))
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _Entry:
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Use:
             is_large = tensor.device.type == self.device.type and tensor.numel() * tensor.itemsize >= _MIN_BYTES
-            return self._send(tensor, index) if is_large else tensor
+            return self._save(tensor, index) if is_large else tensor
 
-        def unpack(packed: torch.Tensor | _Entry) -> torch.Tensor:
-            return self._take(packed, index) if isinstance(packed, _Entry) else packed
+        def unpack(packed: torch.Tensor | _Use) -> torch.Tensor:
+            return self._take(packed, index) if isinstance(packed, _Use) else packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -98,50 +126,71 @@ class HostStash:
         """
         self._copies.catch_up()
 
-    def _send(self, tensor: torch.Tensor, index: int) -> _Entry:
+    def _save(self, tensor: torch.Tensor, index: int) -> _Use:
+        memory = _memory(tensor)
+        entry = self._known.get(memory) if memory is not None else None
+        if entry is None:
+            entry = self._send(tensor, memory)
+        entry.num_uses += 1
+        self._parts[index].entries.append(entry)
+        return _Use(entry, tensor.shape)
+
+    def _send(self, tensor: torch.Tensor, memory: _Memory | None) -> _Entry:
         host = self._place(tensor.numel() * tensor.itemsize)
         self._copies.follow()
         with self._copies.use():
             _as(host, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
-        entry = _Entry(tensor.shape, tensor.dtype, host, tensor, self._copies.mark())
-        self._parts[index].entries.append(entry)
+        entry = _Entry(tensor.numel(), tensor.dtype, memory, host, tensor.detach(), self._copies.mark())
+        if memory is not None:
+            self._known[memory] = entry
         return entry
 
     def _release(self, part: _Part) -> None:
-        """Let the GPU's copies of a part go: what is computed from now on comes after they have left."""
+        """Let the GPU's copies of a part go: what is computed from now on comes after they have left. Those too that a
+        later part has saved again.
+        """
         for entry in part.entries:
-            if entry.source is not None:
-                self._copies.wait(entry.sent)
-                entry.source = None
+            self._let_go(entry)
+
+    def _let_go(self, entry: _Entry) -> torch.Tensor | None:
+        """The GPU's copy of an entry that still holds it, which then is known by it no more."""
+        source, entry.source = entry.source, None
+        if source is not None:
+            self._copies.wait(entry.sent)
+            if entry.memory is not None:
+                del self._known[entry.memory]
+        return source
 
     def _fetch(self, part: _Part) -> None:
-        """Begin to copy back what is still on the host of a part."""
+        """Begin to copy back what is still on the host of a part, wherever it was first saved."""
         for entry in part.entries:
             if entry.host is None:
                 continue
-            if entry.source is not None:
-                # It never had to leave the GPU: backward came before its memory was wanted. Waiting costs nothing by
-                # now, and a CUDA graph wants every copy to have an end.
-                self._copies.wait(entry.sent)
-                entry.fetched, entry.source = entry.source, None
-            else:
+            # What never had to leave the GPU stays: backward came before its memory was wanted. Waiting costs nothing
+            # by now, and a CUDA graph wants every copy to have an end.
+            entry.fetched = self._let_go(entry)
+            if entry.fetched is None:
                 # Allocated on the stream that computes, and freed there after that stream has waited for the copy.
-                entry.fetched = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+                entry.fetched = torch.empty(entry.num_elements, dtype=entry.dtype, device=self.device)
                 self._copies.follow()
                 with self._copies.use():
                     entry.fetched.copy_(entry.host_values(), non_blocking=True)
                 entry.arrived = self._copies.mark()
             self._give_back(entry)
 
-    def _take(self, entry: _Entry, index: int) -> torch.Tensor:
+    def _take(self, use: _Use, index: int) -> torch.Tensor:
         # With the half before it and all between: what stands there is over too soon for copies of its own.
         first = next((before for before in reversed(range(index)) if self._parts[before].is_half), 0)
         for part in reversed(self._parts[first : index + 1]):
             self._fetch(part)
-        if entry.fetched is None:
+        entry, use.entry = use.entry, None
+        if entry is None or entry.fetched is None:
             raise RuntimeError("activations on the host are handed out once: backward cannot run a second time")
         self._copies.wait(entry.arrived)
-        tensor, entry.fetched = entry.fetched, None
+        tensor = entry.fetched.view(use.shape)
+        entry.num_uses -= 1
+        if entry.num_uses == 0:
+            entry.fetched = None
         return tensor
 
     def _place(self, num_bytes: int) -> torch.Tensor:
@@ -169,3 +218,13 @@ class HostStash:
 
 def _as(place: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return place[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def _memory(tensor: torch.Tensor) -> _Memory | None:
+    """By what two tensors are known to have the same values in the same order; None: by nothing. The storage stands for
+    its address, which tensors of a rehearsal have none of.
+    """
+    if not tensor.is_contiguous():
+        return None
+    storage = tensor.untyped_storage()
+    return storage._cdata, int(tensor.storage_offset()), tensor.numel(), tensor.dtype, tensor._version

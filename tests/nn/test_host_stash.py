@@ -1,7 +1,10 @@
 """Activations on the host: the same gradients, few parts on the device at a time, and in which order they move."""
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +43,25 @@ def halves(weight: torch.Tensor, x: torch.Tensor, stash: HostStash | None) -> to
         return x + torch.sigmoid(z @ weight.t())
 
 
-def gradients(device: str, stash: HostStash | None, steps: int = 1) -> list[torch.Tensor]:
+def sharing(weight: torch.Tensor, x: torch.Tensor, stash: HostStash | None) -> torch.Tensor:
+    """A layer whose parts save what others do: x the first and the last, the normed y the half and the last, each in
+    its own shape, and the half one product twice. Eight saved tensors, five different ones.
+    """
+    x = x[None, None]
+    with nullcontext() if stash is None else stash.part(is_half=False):
+        y = checkpoint(lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]), x, use_reentrant=False)
+    with nullcontext() if stash is None else stash.part():
+        z = y.flatten(0, 2) @ weight
+        z = z * z
+    with nullcontext() if stash is None else stash.part(is_half=False):
+        x = checkpoint(lambda x, y, z: x + torch.sigmoid(y) * z, x, y, z[None, None], use_reentrant=False)
+    return x.flatten(0, 2)
+
+
+Layer = Callable[[torch.Tensor, torch.Tensor, HostStash | None], torch.Tensor]
+
+
+def gradients(device: str, stash: HostStash | None, steps: int = 1, layer: Layer = halves) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     weights = [
         torch.nn.Parameter(torch.randn(16, 16, generator=generator).mul_(0.2).to(device)) for _ in range(NUM_LAYERS)
@@ -51,17 +72,18 @@ def gradients(device: str, stash: HostStash | None, steps: int = 1) -> list[torc
         if stash is not None:
             stash.begin()
         for weight in weights:
-            x = halves(weight, x, stash)
+            x = layer(weight, x, stash)
         x.square().sum().backward()
         if stash is not None:
             stash.join()
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
+@pytest.mark.parametrize("layer", [halves, sharing])
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_are_those_without(device: str) -> None:
-    expected = gradients(device, None, steps=4)
-    found = gradients(device, HostStash(torch.device(device)), steps=4)
+def test_gradients_are_those_without(device: str, layer: Layer) -> None:
+    expected = gradients(device, None, steps=4, layer=layer)
+    found = gradients(device, HostStash(torch.device(device)), steps=4, layer=layer)
     assert len(found) == len(expected) == NUM_LAYERS
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -139,3 +161,178 @@ def test_places_of_a_forward_without_backward_are_used_again() -> None:
             {entry.host.data_ptr() for part in stash._parts for entry in part.entries if entry.host is not None}
         )
     assert places[0] == places[1] == places[2]
+
+
+def count_sends(stash: HostStash, monkeypatch: pytest.MonkeyPatch) -> list[host_stash._Entry]:
+    """A list of what is sent from now on."""
+    sent: list[host_stash._Entry] = []
+    send = stash._send
+
+    def counted(*args: Any) -> host_stash._Entry:
+        sent.append(send(*args))
+        return sent[-1]
+
+    monkeypatch.setattr(stash, "_send", counted)
+    return sent
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_parts_share_goes_once_and_comes_back_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stash = HostStash(torch.device(device))
+    sent = count_sends(stash, monkeypatch)
+    uses: list[host_stash._Use] = []
+    save = stash._save
+
+    def saved(*args: Any) -> host_stash._Use:
+        uses.append(save(*args))
+        return uses[-1]
+
+    monkeypatch.setattr(stash, "_save", saved)
+    stash.begin()
+    x = torch.ones(3, 16, device=device, requires_grad=True)
+    for _ in range(NUM_LAYERS):
+        x = sharing(torch.nn.Parameter(torch.eye(16, device=device)), x, stash)
+    x.sum().backward()
+    stash.join()
+    assert len(uses) == 8 * NUM_LAYERS and len(sent) == 5 * NUM_LAYERS
+    # Each place on the host is free again, once, and nothing is left on the device.
+    assert len({place.data_ptr() for place in stash._free}) == len(stash._free) == len(sent)
+    assert all(entry.fetched is None and entry.source is None and entry.num_uses == 0 for entry in sent)
+    assert not stash._known
+
+
+class Keep(torch.autograd.Function):
+    """x, and in backward a tensor of any kind that was saved goes to `found`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        ctx.found = found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.found.extend(ctx.saved_tensors)
+        return grads[0], None, None
+
+
+def started() -> tuple[HostStash, torch.Tensor, list[torch.Tensor]]:
+    stash = HostStash(CPU)
+    stash.begin()
+    return stash, torch.ones(1, requires_grad=True), []
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_tensors_of_other_values_in_the_same_storage_go_themselves(
+    is_released: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stash, x, found = started()
+    sent = count_sends(stash, monkeypatch)
+    square = torch.arange(16.0).view(4, 4)
+    kept = [square, square.t(), square[:2], square[2:], square.view(torch.int32), square.t()]
+    with stash.part():
+        for one in kept:
+            x = Keep.apply(x, one, found)
+        x = Keep.apply(x, square.view(1, 2, 8), found)
+    # A tensor whose values do not lie in order is known by nothing.
+    assert len(sent) == len(kept)
+    for _ in range(2 if is_released else 0):
+        with stash.part():
+            pass
+    x.backward()
+    for one, other in zip(reversed(found), [*kept, square.view(1, 2, 8)], strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_a_change_between_two_saves_sends_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    stash, x, found = started()
+    sent = count_sends(stash, monkeypatch)
+    kept = torch.zeros(16)
+    with stash.part():
+        x = Keep.apply(x, kept, found)
+    with stash.part():
+        x = Keep.apply(x, kept.add_(1), found)
+    assert len(sent) == 2
+    for _ in range(2):
+        with stash.part():
+            pass
+    x.backward()
+    assert [one[0].item() for one in found] == [1, 0]
+
+
+def test_what_was_sent_away_is_no_longer_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    stash, x, found = started()
+    sent = count_sends(stash, monkeypatch)
+    num_sent, kept = [], torch.full((16,), -1.0)
+    for value in range(2 * NUM_LAYERS):
+        with stash.part():
+            # Memory of one that has gone is given to the next.
+            x = Keep.apply(Keep.apply(x, kept, found), torch.full((16,), float(value)), found)
+        num_sent.append(len(sent))
+    # Every third half is the first to begin after `kept` has gone.
+    assert num_sent == [2, 3, 5, 6, 8, 9, 11, 12, 14, 15]
+    x.backward()
+    assert [one[0].item() for one in reversed(found)] == [
+        value for pair in zip([-1] * 2 * NUM_LAYERS, range(2 * NUM_LAYERS), strict=True) for value in pair
+    ]
+
+
+def test_each_use_is_handed_out_once_and_the_last_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stash, x, found = started()
+    sent = count_sends(stash, monkeypatch)
+    kept = torch.arange(16.0)
+    with stash.part():
+        one = Keep.apply(x, kept, found)
+    with stash.part():
+        other = Keep.apply(x, kept.view(4, 4), found)
+    for _ in range(2):
+        with stash.part():
+            pass
+    other.backward(retain_graph=True)
+    (entry,) = sent
+    assert entry.host is None and entry.fetched is not None and len(stash._free) == 1
+    with pytest.raises(RuntimeError, match="handed out once"):
+        other.backward()
+    one.backward()
+    assert entry.fetched is None and len(stash._free) == 1
+    assert torch.equal(found[0], kept.view(4, 4)) and torch.equal(found[1], kept)
+
+
+def test_a_use_that_nobody_takes_lasts_until_the_next_pass() -> None:
+    stash, x, found = started()
+    kept = torch.arange(16.0)
+    for _ in range(3):
+        stash.begin()
+        with stash.part():
+            one, _other = Keep.apply(x, kept, found), Keep.apply(x, kept, found)
+        one.backward()
+        assert torch.equal(found.pop(), kept)
+        assert len(stash._free) == 1 and not stash._known
+
+
+def test_the_next_pass_knows_nothing_of_one_without_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    stash, x, found = started()
+    sent = count_sends(stash, monkeypatch)
+    kept = torch.arange(16.0)
+    for num_sent in (1, 2):
+        stash.begin()
+        with stash.part():
+            y = Keep.apply(x, kept, found)
+        assert len(sent) == num_sent
+    y.backward()
+    assert torch.equal(found[0], kept)
+
+
+def test_a_pass_that_fails_is_freed() -> None:
+    """A saved tensor's graph holds hooks, which hold the stash: it must not hold the graph."""
+    stash, weight = HostStash(CPU), torch.nn.Parameter(torch.eye(16))
+    stash.begin()
+    with suppress(MemoryError):
+        x = halves(weight, torch.ones(3, 16, requires_grad=True), stash)
+        with stash.part():
+            x = torch.tanh(x @ weight)
+            raise MemoryError
+    left = weakref.ref(stash), weakref.ref(weight)
+    del stash, weight, x
+    gc.collect()
+    assert [one() for one in left] == [None, None]
