@@ -165,7 +165,7 @@ SETTINGS = {
     "1x2048_experts_small": Setting(1, 2048, None, on_host, **_EXPERTS_ALONE | {"workspace_mib": 192}),
     "1x2048_moe20": Setting(1, 2048, 20, on_host, **_EXPERTS_ALONE | _PAGED | {"workspace_mib": 192}),
     "1x2048_gptoss": Setting(
-        *(1, 2048, 14, on_host_first(14)),
+        *(1, 2048, 14, on_host_first(16)),
         shape=gpt_oss_20b,
         r=8,
         target_modules=ATTENTION + EXPERTS,
