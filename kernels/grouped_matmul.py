@@ -101,7 +101,7 @@ def low_rank_step(
     return tl.dot(b_h, b_f.to(b_h.dtype), acc, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def grouped_matmul_kernel(
     p_x,
     p_w,
