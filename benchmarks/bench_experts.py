@@ -89,7 +89,7 @@ def measure(shape: Shape, rows: int, bandwidth: float) -> dict[str, object]:
     for name, few_rows in (("packed", 1 << 30), ("decoded", 0)):
         expert_product.FEW_ROWS, expert_product.PACKED_TYPES = few_rows, frozenset({shape.type})
         times[f"{name}_forward"] = time_ms(
-            lambda i: expert_product.forward(x, stack, routing, out=y, low_rank=forward, **order), repeats=10
+            lambda i: expert_product.forward(x, [stack], routing, out=y, low_rank=forward, **order), repeats=10
         )["ms"]
         times[f"{name}_backward"] = time_ms(
             lambda i: expert_product.backward(dy, [stack], routing, out=dx, to_slots=True, low_rank=backward),

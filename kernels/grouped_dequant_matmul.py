@@ -52,6 +52,7 @@ def grouped_dequant_fwd_kernel(
     p_bias,
     x_stride,
     y_stride,
+    h_stride,
     factor_expert_stride,
     factor_n_stride,
     factor_r_stride,
@@ -123,7 +124,7 @@ def grouped_dequant_fwd_kernel(
             N,
             factor_n_stride,
             factor_r_stride,
-            BR,
+            h_stride,
             R,
             BR,
             PRECISION,
@@ -148,6 +149,7 @@ def grouped_dequant_bwd_kernel(
     p_expert_scale,
     dy_stride,
     dx_stride,
+    h_stride,
     factor_expert_stride,
     factor_n_stride,
     factor_r_stride,
@@ -231,7 +233,7 @@ def grouped_dequant_bwd_kernel(
                     K,
                     factor_n_stride,
                     factor_r_stride,
-                    PARTS * BR,
+                    h_stride,
                     R,
                     BR,
                     PRECISION,
@@ -293,7 +295,8 @@ def grouped_dequant_forward(
         x: rows of K numbers.
         blocks: uint8 [E, N, row_bytes] of `type`.
         out: [S, N].
-        slots_per_row, to_slots, low_rank, expert_scale, bias, tiles: see `grouped_matmul_forward`.
+        bias: b, [E, N], contiguous, any float dtype.
+        slots_per_row, to_slots, low_rank, expert_scale, tiles: see `grouped_matmul_forward`.
 
     Returns:
         out.

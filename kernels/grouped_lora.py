@@ -16,7 +16,7 @@ from pyggtrain.kernels.grouped_matmul import check_input, check_rows_of_slots, e
 from pyggtrain.kernels.moe_routing import Routing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def grouped_project_kernel(
     p_x,
     p_factor,

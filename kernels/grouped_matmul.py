@@ -1,11 +1,11 @@
 """Products of rows with their own expert's matrix, for rows that lie sorted by expert (`moe_routing`).
 
-    forward    y[s]  = c W[e] x[s] + b[e]     + B[e] h[s]          W [E, N, K], B [E, N, R], h [S, R]
-    backward   dx[s] = c Σ_p W_p[e]ᵀ dy_p[s]  + Σ_p A_p[e]ᵀ dh_p[s]      A [E, R, K], dh [S, R]
+    forward    y_p[s] = c W_p[e] x[s] + b_p[e]  + B_p[e] h_p[s]           W [E, N, K], B [E, N, R], h [S, R]
+    backward   dx[s]  = c Σ_p W_p[e]ᵀ dy_p[s]   + Σ_p A_p[e]ᵀ dh_p[s]     A [E, R, K], dh [S, R]
 
 e is the expert of place s, c[e] a file's own factor and b[e] its bias (usually absent). The low-rank term is one more
-step of the same sum, so it costs no pass over y or dx. Backward takes one or two weights p (gate and up) into one
-float32 sum.
+step of the same sum, so it costs no pass over y or dx. One launch takes one or two weights p (gate and up): forward
+puts y_p side by side, so that few experts still fill a card with programs; backward takes them into one float32 sum.
 
 Rows may lie in the order of the places, of the slots, or of the tokens, all J experts of one reading the same row; the
 gather is part of the load, and what is summed over a token's slots is stored in their order.
@@ -18,6 +18,7 @@ Weights come decoded here, a slice of G experts from `first_expert` on, so that 
 `grouped_dequant_matmul` takes them packed, which is faster for few rows of an expert.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,25 @@ class Tiles:
     terms: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """What the best tiles depend on.
+
+    Attributes:
+        rows_per_expert: on average.
+        num_columns, num_terms: of the product with one part.
+        num_experts: in the slice.
+        is_backward: W is turned.
+    """
+
+    rows_per_expert: float
+    num_parts: int
+    num_columns: int
+    num_terms: int
+    num_experts: int
+    is_backward: bool
 
 
 @triton.jit
@@ -68,20 +88,20 @@ def low_rank_step(
     N,
     factor_n_stride,
     factor_r_stride,
-    H_STRIDE: tl.constexpr,
+    h_stride,
     R: tl.constexpr,
     BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """acc + h F, h [rows, BR] with zeros behind its first R columns, F [R, columns] of one expert."""
     o_r = tl.arange(0, BR)
-    b_h = tl.load(p_h + o_m[:, None] * H_STRIDE + o_r[None, :], mask=(o_m < end)[:, None], other=0.0)
+    b_h = tl.load(p_h + o_m[:, None] * h_stride + o_r[None, :], mask=(o_m < end)[:, None], other=0.0)
     p_f = p_factor + o_n[None, :].to(tl.int64) * factor_n_stride + o_r[:, None].to(tl.int64) * factor_r_stride
     b_f = tl.load(p_f, mask=(o_r < R)[:, None] & (o_n < N)[None, :], other=0.0)
     return tl.dot(b_h, b_f.to(b_h.dtype), acc, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def grouped_matmul_kernel(
     p_x,
     p_w,
@@ -92,9 +112,11 @@ def grouped_matmul_kernel(
     p_factor0,
     p_factor1,
     p_expert_scale,
-    p_bias,
+    p_bias0,
+    p_bias1,
     x_stride,
     y_stride,
+    h_stride,
     w_part_stride,
     w_expert_stride,
     w_n_stride,
@@ -106,7 +128,8 @@ def grouped_matmul_kernel(
     K,
     first_expert,
     num_experts,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr,  # summed
+    SIDES: tl.constexpr,  # parts side by side in y
     SLOTS_PER_ROW: tl.constexpr,  # 0: x lies in the order of the places
     TO_SLOTS: tl.constexpr,  # y lies in the order of the slots
     HAS_SCALE: tl.constexpr,
@@ -122,12 +145,19 @@ def grouped_matmul_kernel(
 ):
     num_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
-    index, row, end = expert_tile(p_bounds, pid // num_n, first_expert, num_experts, BE, BM)
+    index, row, end = expert_tile(p_bounds, pid // (SIDES * num_n), first_expert, num_experts, BE, BM)
     if index >= num_experts:
         return
     expert = (first_expert + index).to(tl.int64)
     o_m = row.to(tl.int64) + tl.arange(0, BM)
     o_n = pid % num_n * BN + tl.arange(0, BN)
+    if SIDES > 1:
+        side = pid // num_n % SIDES
+        p_w += side * w_part_stride
+        p_y += side * N
+        p_h += side * BR
+        p_bias0 = tl.where(side == 0, p_bias0, p_bias1)
+        p_factor0 = tl.where(side == 0, p_factor0, p_factor1)
     # rows beyond the end repeat the last one: only the store needs a mask. Not so columns: the compiler would no longer
     # see that they lie side by side, and load them one by one (20 times slower where W is turned).
     o_row = tl.minimum(o_m, end - 1)
@@ -159,7 +189,7 @@ def grouped_matmul_kernel(
     if HAS_SCALE:
         acc *= tl.load(p_expert_scale + expert).to(tl.float32)
     if HAS_BIAS:
-        acc += tl.load(p_bias + expert * N + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(p_bias0 + expert * N + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
     if R > 0:
         for part in tl.static_range(PARTS):
             p_factor = p_factor0 if part == 0 else p_factor1
@@ -173,7 +203,7 @@ def grouped_matmul_kernel(
                 N,
                 factor_n_stride,
                 factor_r_stride,
-                PARTS * BR,
+                h_stride,
                 R,
                 BR,
                 PRECISION,
@@ -189,7 +219,8 @@ class LowRank:
     """The low-rank term of a product.
 
     Attributes:
-        h: [S, P BR] contiguous, in the order of the places, P parts of `padded_rank` columns (`grouped_lora.project`).
+        h: [S, P BR], in the order of the places, rows any distance apart; P parts of `padded_rank` columns
+            (`grouped_lora.project`).
         factors: of each part, any float dtype: B [E, N, R] forward, A [E, R, K] backward.
     """
 
@@ -217,6 +248,11 @@ def check_input(x: torch.Tensor, width: int, slots_per_row: int, routing: Routin
     check_rows_of_slots("x", x, width, routing.num_slots // max(1, slots_per_row))
 
 
+def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    first = tensors[0]
+    return all(one.shape == first.shape and one.dtype == first.dtype and one.is_contiguous() for one in tensors)
+
+
 def low_rank_arguments(low_rank: LowRank | None, like: torch.Tensor, *, is_backward: bool) -> dict[str, object]:
     """Pointers, strides and sizes of the low-rank step; `like` stands in for tensors that are not there."""
     if low_rank is None:
@@ -224,6 +260,7 @@ def low_rank_arguments(low_rank: LowRank | None, like: torch.Tensor, *, is_backw
             "p_h": like,
             "p_factor0": like,
             "p_factor1": like,
+            "h_stride": 0,
             "factor_expert_stride": 0,
             "factor_n_stride": 0,
             "factor_r_stride": 0,
@@ -232,13 +269,16 @@ def low_rank_arguments(low_rank: LowRank | None, like: torch.Tensor, *, is_backw
         }
     first, last = low_rank.factors[0], low_rank.factors[-1]
     rank = first.shape[1 if is_backward else 2]
-    if any(factor.shape != first.shape or not factor.is_contiguous() for factor in low_rank.factors):
-        raise ValueError("low-rank factors differ in shape or have gaps; needed: contiguous ones of one shape.")
+    if not _are_alike(low_rank.factors):
+        raise ValueError(
+            "low-rank factors differ in shape or dtype, or have gaps; needed: contiguous ones of one shape and dtype."
+        )
     check_rows_of_slots("h", low_rank.h, len(low_rank.factors) * padded_rank(rank), low_rank.h.shape[0])
     return {
         "p_h": low_rank.h,
         "p_factor0": first,
         "p_factor1": last,
+        "h_stride": low_rank.h.stride(0),
         "factor_expert_stride": first.stride(0),
         "factor_n_stride": first.stride(2 if is_backward else 1),
         "factor_r_stride": first.stride(1 if is_backward else 2),
@@ -264,13 +304,20 @@ def _launch(
     to_slots: bool,
     low_rank: LowRank | None,
     expert_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    biases: Sequence[torch.Tensor],
     tiles: Tiles | None,
 ) -> None:
     num_parts, num_experts, num_rows, num_columns = weights.shape
     num_out, num_terms = (num_columns, num_rows) if is_backward else (num_rows, num_columns)
-    check_input(x, num_parts * num_terms, slots_per_row, routing)
-    check_rows_of_slots("out", out, num_out, routing.num_slots)
+    num_summed, num_sides = (num_parts, 1) if is_backward else (1, num_parts)
+    check_input(x, num_summed * num_terms, slots_per_row, routing)
+    check_rows_of_slots("out", out, num_sides * num_out, routing.num_slots)
+    if num_parts not in (1, 2) or any(
+        len(own) not in (0, num_parts) for own in (biases, () if low_rank is None else low_rank.factors)
+    ):
+        raise ValueError(f"{num_parts} weights; needed: one or two, and a bias and a low-rank factor for each or none.")
+    if biases and not (_are_alike(biases) and tuple(biases[0].shape) == (routing.num_experts, num_out)):
+        raise ValueError(f"biases differ, or are not contiguous [{routing.num_experts}, {num_out}].")
     if weights.stride(3) != 1 or first_expert + num_experts > routing.num_experts:
         raise ValueError(
             f"weights are {list(weights.shape)} from expert {first_expert} of {routing.num_experts} on, with strides "
@@ -278,8 +325,11 @@ def _launch(
         )
     if out.numel() == 0:
         return
-    tiles = tiles or tiles_for(routing.num_slots / routing.num_experts, x.dtype)
-    num_programs = num_tiles(routing.num_slots, num_experts, tiles.rows) * triton.cdiv(num_out, tiles.columns)
+    if tiles is None:
+        rows = routing.num_slots / routing.num_experts
+        tiles = tiles_for(ProductShape(rows, num_parts, num_out, num_terms, num_experts, is_backward), x.dtype)
+    num_column_tiles = num_sides * triton.cdiv(num_out, tiles.columns)
+    num_programs = num_tiles(routing.num_slots, num_experts, tiles.rows) * num_column_tiles
     grouped_matmul_kernel[(num_programs,)](
         x,
         weights,
@@ -287,7 +337,8 @@ def _launch(
         routing.slot,
         routing.bounds,
         p_expert_scale=x if expert_scale is None else expert_scale,
-        p_bias=x if bias is None else bias,
+        p_bias0=biases[0] if biases else x,
+        p_bias1=biases[-1] if biases else x,
         x_stride=x.stride(0),
         y_stride=out.stride(0),
         w_part_stride=weights.stride(0),
@@ -299,11 +350,12 @@ def _launch(
         K=num_terms,
         first_expert=first_expert,
         num_experts=num_experts,
-        PARTS=num_parts,
+        PARTS=num_summed,
+        SIDES=num_sides,
         SLOTS_PER_ROW=slots_per_row,
         TO_SLOTS=to_slots,
         HAS_SCALE=expert_scale is not None,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=bool(biases),
         IS_EVEN=num_terms % tiles.terms == 0 and num_out % tiles.columns == 0,
         BE=triton.next_power_of_2(num_experts),
         BM=tiles.rows,
@@ -317,7 +369,7 @@ def _launch(
 
 def grouped_matmul_forward(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weights: torch.Tensor,
     routing: Routing,
     *,
     out: torch.Tensor,
@@ -326,21 +378,21 @@ def grouped_matmul_forward(
     to_slots: bool = False,
     low_rank: LowRank | None = None,
     expert_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    biases: Sequence[torch.Tensor] = (),
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """out[s] = c W[e] x[s] + b[e] + B[e] h[s] for the rows of experts `first_expert` up to `first_expert` + G.
+    """out_p[s] = c W_p[e] x[s] + b_p[e] + B_p[e] h_p[s] for the rows of experts `first_expert` up to + G.
 
     Args:
         x: rows of K numbers, see `slots_per_row`.
-        weight: [G, N, K] in x's dtype.
+        weights: [P, G, N, K] in x's dtype, P is 1 or 2.
         routing: of all E experts.
-        out: [S, N]; rows of other experts are left alone.
+        out: [S, P N], the parts side by side; rows of other experts are left alone.
         slots_per_row: 0: x [S, K] lies in the order of the places; 1: in that of the slots; J: x is [T, K].
         to_slots: out lies in the order of the slots instead of that of the places.
-        low_rank: h and B of all experts.
-        expert_scale: c, [E].
-        bias: b, [E, N], contiguous, any float dtype.
+        low_rank: h and the B of each part, of all experts.
+        expert_scale: c, [E], the same for all parts.
+        biases: b of each part, [E, N], contiguous, of one float dtype; or none.
         tiles: for measuring; None: the best known.
 
     Returns:
@@ -348,7 +400,7 @@ def grouped_matmul_forward(
     """
     _launch(
         x,
-        weight[None],
+        weights,
         routing,
         out,
         first_expert=first_expert,
@@ -357,7 +409,7 @@ def grouped_matmul_forward(
         to_slots=to_slots,
         low_rank=low_rank,
         expert_scale=expert_scale,
-        bias=bias,
+        biases=biases,
         tiles=tiles,
     )
     return out
@@ -402,23 +454,26 @@ def grouped_matmul_backward(
         to_slots=to_slots,
         low_rank=low_rank,
         expert_scale=expert_scale,
-        bias=None,
+        biases=(),
         tiles=tiles,
     )
     return out
 
 
-def tiles_for(rows_per_expert: float, dtype: torch.dtype) -> Tiles:
-    """Tiles for so many rows of an expert on average."""
+def tiles_for(shape: ProductShape, dtype: torch.dtype) -> Tiles:
+    """The best tiles known."""
     if dtype == torch.float32:
         return FLOAT32_TILES
-    return next(tiles for limit, tiles in TILES if rows_per_expert <= limit)
+    measured = MEASURED_TILES.get((shape.is_backward, shape.num_columns, shape.num_terms), TILES)
+    return next(tiles for limit, tiles in measured if shape.rows_per_expert <= limit)
 
 
 FLOAT32_TILES = Tiles(32, 64, 32, 4, 2)
-# of three to eight tried on an H200 at 16, 64, 128 and 512 rows of an expert
-TILES = (
+# Up to so many rows of an expert; of three to eight tried on an H200 at 16, 64, 128 and 512.
+TILES: tuple[tuple[float, Tiles], ...] = (
     (48, Tiles(32, 128, 128, 4, 3)),
     (96, Tiles(128, 256, 64, 8, 3)),
     (float("inf"), Tiles(128, 256, 64, 8, 4)),
 )
+# By (is_backward, columns, terms): shapes of their own in benchmarks/expert_tiles.py.
+MEASURED_TILES: dict[tuple[bool, int, int], tuple[tuple[float, Tiles], ...]] = {}

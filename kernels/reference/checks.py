@@ -331,52 +331,50 @@ def check_grouped_matmul(type: str, case: ExpertCase, dtype: torch.dtype, device
     blocks = [stack.view(case.experts, num_out, -1) for stack in stacks]
     lora_a, lora_b = ([factor.to(dtype) for factor in factors] for factors in (inputs.lora_a, inputs.lora_b))
     rank, padded = case.rank, padded_rank(case.rank)
-    h, dh = inputs.h[:, :padded].contiguous(), inputs.h
+    hs, biases = inputs.h.split(padded, 1), [inputs.bias, inputs.bias.flip(0)]
     options: dict[str, Any] = {"expert_scale": inputs.expert_scale}
     places = (
         torch.empty_like(routing.slot)
         .scatter_(0, routing.slot.long(), torch.arange(routing.num_slots, dtype=torch.int32, device=device))
         .long()
     )
-    exact = expert_reference.grouped_matmul_forward(
-        inputs.x, weights[0], routing.bounds, h=h[:, :rank], lora_b=lora_b[0], bias=inputs.bias, **options
-    )
+    exact = [
+        expert_reference.grouped_matmul_forward(
+            inputs.x, weight, routing.bounds, h=h[:, :rank], lora_b=b, bias=bias, **options
+        )
+        for weight, h, b, bias in zip(weights, hs, lora_b, biases, strict=True)
+    ]
     exact_dx = expert_reference.grouped_matmul_backward(
-        inputs.dy,
-        list(weights),
-        routing.bounds,
-        dh=[part[:, :rank] for part in dh.split(padded, 1)],
-        lora_a=lora_a,
-        **options,
+        inputs.dy, list(weights), routing.bounds, dh=[h[:, :rank] for h in hs], lora_a=lora_a, **options
     )[places]
-    forward = options | {"low_rank": LowRank(h, (inputs.lora_b[0],)), "slots_per_row": case.chosen, "bias": inputs.bias}
-    backward = options | {"low_rank": LowRank(dh, tuple(inputs.lora_a)), "slots_per_row": 1, "to_slots": True}
+    forward = options | {"low_rank": LowRank(hs[0], (inputs.lora_b[0],)), "slots_per_row": case.chosen}
+    together = forward | {"low_rank": LowRank(inputs.h, tuple(inputs.lora_b)), "biases": biases}
+    backward = options | {"low_rank": LowRank(inputs.h, tuple(inputs.lora_a)), "slots_per_row": 1, "to_slots": True}
 
     def empty(width: int) -> torch.Tensor:
         return torch.full((routing.num_slots, width), float("nan"), dtype=dtype, device=device)
 
-    results = {
-        "packed": (
-            grouped_dequant_forward(inputs.x_of_tokens, blocks[0], type, routing, out=empty(num_out), **forward),
-            grouped_dequant_backward(inputs.dy_of_slots, blocks, type, routing, out=empty(num_in), **backward),
-        )
-    }
+    x, dy = inputs.x_of_tokens, inputs.dy_of_slots
+    y = grouped_dequant_forward(x, blocks[0], type, routing, out=empty(num_out), bias=biases[0], **forward)
+    dx = grouped_dequant_backward(dy, blocks, type, routing, out=empty(num_in), **backward)
+    results = [("packed y", y, exact[0], num_in), ("packed dx", dx, exact_dx, 2 * num_out)]
     if type == EXPERT_TYPES[0]:
         # Decoded weights are the same for every type.
-        y, dx, half = empty(num_out), empty(num_in), case.experts // 2
+        y, both, dx, half = empty(num_out), empty(2 * num_out), empty(num_in), case.experts // 2
         for first, end in ((0, half), (half, case.experts)):
             part = weights[:, first:end]
-            grouped_matmul_forward(inputs.x_of_tokens, part[0], routing, out=y, first_expert=first, **forward)
-            grouped_matmul_backward(inputs.dy_of_slots, part, routing, out=dx, first_expert=first, **backward)
-        results["decoded"] = (y, dx)
-    comparisons = []
-    for name, (result, gradient) in results.items():
-        for what, ours, expected, terms in (
-            ("y", result, exact, num_in),
-            ("dx", gradient, exact_dx, 2 * num_out),
-        ):
-            comparisons.append(as_close_as_torch(f"{name} {what}", ours, expected.to(dtype), expected, terms=4 * terms))
-    return comparisons
+            grouped_matmul_forward(x, part[:1], routing, out=y, first_expert=first, biases=biases[:1], **forward)
+            grouped_matmul_forward(x, part, routing, out=both, first_expert=first, **together)
+            grouped_matmul_backward(dy, part, routing, out=dx, first_expert=first, **backward)
+        results += [
+            ("decoded y", y, exact[0], num_in),
+            ("decoded y of both parts", both, torch.cat(exact, 1), num_in),
+            ("decoded dx", dx, exact_dx, 2 * num_out),
+        ]
+    return [
+        as_close_as_torch(name, ours, expected.to(dtype), expected, terms=4 * terms)
+        for name, ours, expected, terms in results
+    ]
 
 
 def check_grouped_lora(case: ExpertCase, dtype: torch.dtype, device: torch.device) -> list[Comparison]:

@@ -40,7 +40,7 @@ def forward(
         seen = x if dropout_mask_XK is None else x * dropout_mask_XK
         h = project(seen, pair[0], routing, is_lora_b=False, scale=scale, slots_per_row=slots_per_row)
         low_rank = LowRank(h, (pair[1],))
-    expert_product.forward(x, stack, routing, out=y, slots_per_row=slots_per_row, to_slots=True, low_rank=low_rank)
+    expert_product.forward(x, [stack], routing, out=y, slots_per_row=slots_per_row, to_slots=True, low_rank=low_rank)
     return y.to(x_XK.dtype), h
 
 

@@ -124,9 +124,24 @@ def is_packed(stacks: Sequence[ExpertStack], routing: "Routing") -> bool:
     return same and stacks[0].type in PACKED_TYPES and routing.num_slots <= FEW_ROWS * routing.num_experts
 
 
+def _scale_of(stacks: Sequence[ExpertStack]) -> torch.Tensor | None:
+    """c of the one stack; two with factors of experts are refused: each would need its own."""
+    if len(stacks) > 1 and any(stack.expert_scale is not None for stack in stacks):
+        raise ValueError("two stacks with factors of their experts; needed: one at a time.")
+    return stacks[0].expert_scale
+
+
+def biases_of(stacks: Sequence[ExpertStack]) -> list[torch.Tensor]:
+    """b of each stack, zeros for one that has none beside one that has; or none at all."""
+    like = next((stack.bias for stack in stacks if stack.bias is not None), None)
+    if like is None:
+        return []
+    return [torch.zeros_like(like) if stack.bias is None else stack.bias for stack in stacks]
+
+
 def forward(
     x: torch.Tensor,
-    stack: ExpertStack,
+    stacks: Sequence[ExpertStack],
     routing: "Routing",
     *,
     out: torch.Tensor,
@@ -134,40 +149,34 @@ def forward(
     to_slots: bool = False,
     low_rank: "LowRank | None" = None,
     decoded: Decoded | None = None,
-    part: int = 0,
 ) -> torch.Tensor:
-    """out[s] = c W[e] x[s] + b[e] + B[e] h[s]; arguments as those of `kernels.grouped_matmul.grouped_matmul_forward`.
+    """out_p[s] = c W_p[e] x[s] + b_p[e] + B_p[e] h_p[s] for one or two stacks of one shape; arguments as those of
+    `kernels.grouped_matmul.grouped_matmul_forward`.
 
     Args:
-        decoded: holds the stack as its part `part`, if it is decoded for other products too.
+        decoded: of the stacks, if they are decoded for other products too.
     """
     from pyggtrain.kernels.grouped_dequant_matmul import grouped_dequant_forward
-    from pyggtrain.kernels.grouped_matmul import grouped_matmul_forward
+    from pyggtrain.kernels.grouped_matmul import LowRank, grouped_matmul_forward
 
-    order: dict[str, Any] = {"slots_per_row": slots_per_row, "to_slots": to_slots}
-    if decoded is None and is_packed([stack], routing):
-        return grouped_dequant_forward(
-            x,
-            stack.blocks,
-            stack.type,
-            routing,
-            out=out,
-            low_rank=low_rank,
-            expert_scale=stack.expert_scale,
-            bias=stack.bias,
-            **order,
-        )
-    for first, values in (decoded or Decoded([stack], x.dtype)).slices():
+    options: dict[str, Any] = {
+        "slots_per_row": slots_per_row,
+        "to_slots": to_slots,
+        "expert_scale": _scale_of(stacks),
+    }
+    if decoded is None and is_packed(stacks, routing):
+        outs = out.chunk(len(stacks), 1)
+        hs = [] if low_rank is None else low_rank.h.chunk(len(stacks), 1)
+        for index, stack in enumerate(stacks):
+            own = None if low_rank is None else LowRank(hs[index], (low_rank.factors[index],))
+            grouped_dequant_forward(
+                x, stack.blocks, stack.type, routing, out=outs[index], low_rank=own, bias=stack.bias, **options
+            )
+        return out
+    biases = biases_of(stacks)
+    for first, values in (decoded or Decoded(stacks, x.dtype)).slices():
         grouped_matmul_forward(
-            x,
-            values[part],
-            routing,
-            out=out,
-            first_expert=first,
-            low_rank=low_rank,
-            expert_scale=stack.expert_scale,
-            bias=stack.bias,
-            **order,
+            x, values, routing, out=out, first_expert=first, low_rank=low_rank, biases=biases, **options
         )
     return out
 
@@ -183,21 +192,16 @@ def backward(
     low_rank: "LowRank | None" = None,
     decoded: Decoded | None = None,
 ) -> torch.Tensor:
-    """out[s] = c Σ_p W_p[e]ᵀ dy_p[s] + Σ_p A_p[e]ᵀ dh_p[s] for one or two stacks of one shape.
-
-    Two stacks with factors of experts (c) are refused: each would need its own.
-    """
+    """out[s] = c Σ_p W_p[e]ᵀ dy_p[s] + Σ_p A_p[e]ᵀ dh_p[s] for one or two stacks of one shape."""
     from pyggtrain.kernels.grouped_dequant_matmul import grouped_dequant_backward
     from pyggtrain.kernels.grouped_matmul import grouped_matmul_backward
 
-    if len(stacks) > 1 and any(stack.expert_scale is not None for stack in stacks):
-        raise ValueError("two stacks with factors of their experts; needed: one at a time.")
     options: dict[str, Any] = {
         "out": out,
         "slots_per_row": slots_per_row,
         "to_slots": to_slots,
         "low_rank": low_rank,
-        "expert_scale": stacks[0].expert_scale,
+        "expert_scale": _scale_of(stacks),
     }
     if decoded is None and is_packed(stacks, routing):
         return grouped_dequant_backward(dy, [stack.blocks for stack in stacks], stacks[0].type, routing, **options)

@@ -177,15 +177,15 @@ def experts() -> Iterator[Configuration]:
     yield configuration(expert_swiglu_fwd_kernel, BF=1024, HAS_LIMIT=True)
     probs = ("p_probs", "p_d_probs")
     yield configuration(expert_swiglu_bwd_kernel, float32=probs, other=integers, BF=1024, HAS_LIMIT=True)
-    factors = ("p_factor", "p_factor0", "p_factor1", "p_expert_scale", "p_bias", "p_gradient")
+    factors = ("p_factor", "p_factor0", "p_factor1", "p_expert_scale", "p_bias", "p_bias0", "p_bias1", "p_gradient")
     thin = {"SLOTS_PER_ROW": 8, "R": 8, "BR": 16, "PRECISION": "tf32"}
     yield configuration(grouped_project_kernel, float32=factors, other=integers, BE=128, BM=64, BK=128, **thin)
     yield configuration(grouped_outer_kernel, float32=factors, other=integers, BM=32, BK=128, **thin)
     product = thin | {"TO_SLOTS": True, "HAS_SCALE": True, "BE": 128}
     tile = {"HAS_BIAS": True, "IS_EVEN": False, "BM": 128, "BN": 128, "BK": 64}
     options = {"num_warps": 8, "num_stages": 3}
-    for parts in (1, 2):
-        constants = product | tile | {"PARTS": parts}
+    for parts, sides in ((1, 1), (1, 2), (2, 1)):
+        constants = product | tile | {"PARTS": parts, "SIDES": sides}
         yield configuration(grouped_matmul_kernel, float32=factors, other=integers, options=options, **constants)
     for type in EXPERT_TYPES:
         decoder, pointers = decoding(type)

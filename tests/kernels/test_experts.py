@@ -45,7 +45,7 @@ def test_no_tokens_are_no_work(device: torch.device) -> None:
     routing = sort_by_expert(torch.zeros(0, 2, dtype=torch.int64, device=device), 3)
     assert routing.bounds.tolist() == [0, 0, 0, 0]
     empty = torch.zeros(0, 32, device=device)
-    grouped_matmul_forward(empty, torch.zeros(3, 32, 32, device=device), routing, out=empty)
+    grouped_matmul_forward(empty, torch.zeros(1, 3, 32, 32, device=device), routing, out=empty)
     assert top_k(empty, 4).shape == (0, 4)
     assert combine(empty, 2).shape == (0, 32)
     assert not outer(torch.zeros(0, 16, device=device), empty, routing, rank=2, is_lora_b=False).any()
@@ -98,14 +98,18 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="ids are"):
         sort_by_expert(zeros(4, 2), 3)
     with pytest.raises(ValueError, match="0, 1 or 2"):
-        grouped_matmul_forward(zeros(4, 32), zeros(3, 8, 32), routing, out=zeros(8, 8), slots_per_row=4)
+        grouped_matmul_forward(zeros(4, 32), zeros(1, 3, 8, 32), routing, out=zeros(8, 8), slots_per_row=4)
     with pytest.raises(ValueError, match=r"x is \[4, 32\].*needed: \[8, 32\]"):
-        grouped_matmul_forward(zeros(4, 32), zeros(3, 8, 32), routing, out=zeros(8, 8))
+        grouped_matmul_forward(zeros(4, 32), zeros(1, 3, 8, 32), routing, out=zeros(8, 8))
     with pytest.raises(ValueError, match="from expert 2 of 3"):
         grouped_matmul_backward(zeros(8, 8), zeros(1, 2, 8, 32), routing, out=zeros(8, 32), first_expert=2)
     pair = LowRank(zeros(8, 32), (zeros(3, 4, 32), zeros(3, 5, 32)))
-    with pytest.raises(ValueError, match="contiguous ones of one shape"):
+    with pytest.raises(ValueError, match="contiguous ones of one shape and dtype"):
         grouped_matmul_backward(zeros(8, 16), zeros(2, 3, 8, 32), routing, out=zeros(8, 32), low_rank=pair)
+    with pytest.raises(ValueError, match="a bias and a low-rank factor for each or none"):
+        grouped_matmul_forward(zeros(8, 32), zeros(2, 3, 8, 32), routing, out=zeros(8, 16), biases=[zeros(3, 8)])
+    with pytest.raises(ValueError, match=r"not contiguous \[3, 8\]"):
+        grouped_matmul_forward(zeros(8, 32), zeros(1, 3, 8, 32), routing, out=zeros(8, 8), biases=[zeros(2, 8)])
     blocks = torch.zeros(2, 8, 34, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match=r"needed: contiguous uint8 \[3, N"):
         grouped_dequant_forward(zeros(8, 32), blocks, "Q8_0", routing, out=zeros(8, 8))

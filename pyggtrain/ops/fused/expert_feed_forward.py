@@ -36,7 +36,7 @@ class ExpertFeedForward:
     """Frozen part.
 
     Attributes:
-        gate, up: W [E, F, D]. down: W [E, D, F].
+        gate, up: W [E, F, D], without factors of experts. down: W [E, D, F].
         scales: alpha / r of the pairs of gate, up and down; any number where there is none.
         alpha, offset, limit: of the gated unit, see `kernels.expert_swiglu.Glu`.
     """
@@ -72,28 +72,24 @@ class _Run:
     ) -> torch.Tensor:
         """[S, 2 F] in the order of the places."""
         block = self.block
-        gate_up = y.new_empty(routing.num_slots, 2 * block.width)
-        for index, stack in enumerate((block.gate, block.up)):
-            expert_product.forward(
-                y,
-                stack,
-                routing,
-                out=gate_up[:, index * block.width : (index + 1) * block.width],
-                slots_per_row=routing.num_chosen,
-                low_rank=_low_rank(low_rank, [pairs[index]], index, is_backward=False),
-                decoded=decoded,
-                part=0 if decoded is None else index,
-            )
-        return gate_up
+        return expert_product.forward(
+            y,
+            [block.gate, block.up],
+            routing,
+            out=y.new_empty(routing.num_slots, 2 * block.width),
+            slots_per_row=routing.num_chosen,
+            low_rank=_low_rank(low_rank, pairs[:2], is_backward=False),
+            decoded=decoded,
+        )
 
 
-def _low_rank(h: torch.Tensor, pairs: Sequence[Pair], first: int, *, is_backward: bool) -> Any:
-    """The low-rank term of a product: parts of h [parts, S, BR] from `first` on, with the factors of `pairs`."""
+def _low_rank(h: torch.Tensor | None, pairs: Sequence[Pair], *, is_backward: bool) -> Any:
+    """The low-rank term of a product: h [S, P BR] with the factors of P pairs; None without pairs."""
     from pyggtrain.kernels.grouped_matmul import LowRank
 
-    if pairs[0] is None:
+    if pairs[0] is None or h is None:
         return None
-    return LowRank(h[first], tuple(pair[0 if is_backward else 1] for pair in pairs if pair is not None))
+    return LowRank(h, tuple(pair[0 if is_backward else 1] for pair in pairs if pair is not None))
 
 
 class _ExpertFunction(torch.autograd.Function):
@@ -121,19 +117,15 @@ class _ExpertFunction(torch.autograd.Function):
         if run.kept.gate_up and any(ctx.needs_input_grad):
             run.gate_up = gate_up
         del gate_up
-        h = (
-            a.new_empty(1, 0)
-            if pairs[2] is None
-            else project(a, pairs[2][0], routing, is_lora_b=False, scale=block.scales[2])[None]
-        )
+        h = None if pairs[2] is None else project(a, pairs[2][0], routing, is_lora_b=False, scale=block.scales[2])
         z = y.new_empty(routing.num_slots, y.shape[1])
         expert_product.forward(
             a,
-            block.down,
+            [block.down],
             routing,
             out=z,
             to_slots=True,
-            low_rank=_low_rank(h, pairs[2:], 0, is_backward=False),
+            low_rank=_low_rank(h, pairs[2:], is_backward=False),
         )
         out = moe_routing.combine(z, routing.num_chosen, probs=probs, residual=residual)
         ctx.run, ctx.lora, ctx.num_chosen, ctx.has_residual = run, lora, routing.num_chosen, residual is not None
@@ -153,7 +145,7 @@ class _ExpertFunction(torch.autograd.Function):
         num_chosen, width = routing.num_chosen, block.width
         dout = dout.contiguous()
         decoded = _decoded_together(block, routing, y.dtype)
-        is_sliced = decoded is None and not expert_product.is_packed([block.gate, block.up], routing)
+        is_sliced = decoded is not None and not decoded.is_whole
         gate_up = None
         if run.kept.gate_up:
             if run.gate_up is None:
@@ -165,20 +157,21 @@ class _ExpertFunction(torch.autograd.Function):
         da = y.new_empty(routing.num_slots, width)
         dh = None
         if pairs[2] is not None:
-            dh = project(dout, pairs[2][1], routing, is_lora_b=True, scale=block.scales[2], slots_per_row=num_chosen)[
-                None
-            ]
+            dh = project(dout, pairs[2][1], routing, is_lora_b=True, scale=block.scales[2], slots_per_row=num_chosen)
         expert_product.backward(
             dout,
             [block.down],
             routing,
             out=da,
             slots_per_row=num_chosen,
-            low_rank=None if dh is None else _low_rank(dh, pairs[2:], 0, is_backward=True),
+            low_rank=_low_rank(dh, pairs[2:], is_backward=True),
         )
         dy_S = d_low_rank = None
         if gate_up is None:
-            gate_up, dy_S, d_low_rank, d_probs = _backward_by_slices(run, y, da, routing, probs, pairs, low_rank)
+            assert decoded is not None, "packed products are not sliced"
+            gate_up, dy_S, d_low_rank, d_probs = _backward_by_slices(
+                run, y, da, routing, probs, pairs, low_rank, decoded
+            )
         else:
             gate, up = gate_up[:, :width], gate_up[:, width:]
             glu = Glu(block.alpha, block.offset, block.limit)
@@ -192,7 +185,7 @@ class _ExpertFunction(torch.autograd.Function):
             rank = lora_a.shape[1]
             h = project(weighted, lora_a, routing, is_lora_b=False, scale=block.scales[2])
             gradients = [
-                outer(dh[0], weighted, routing, rank=rank, is_lora_b=False),
+                outer(dh, weighted, routing, rank=rank, is_lora_b=False),
                 outer(h, dout, routing, rank=rank, is_lora_b=True, slots_per_row=num_chosen),
             ]
         else:
@@ -212,7 +205,7 @@ class _ExpertFunction(torch.autograd.Function):
                 routing,
                 out=dy_S,
                 to_slots=True,
-                low_rank=None if d_low_rank is None else _low_rank(d_low_rank[None], pairs[:2], 0, is_backward=True),
+                low_rank=_low_rank(d_low_rank, pairs[:2], is_backward=True),
                 decoded=decoded,
             )
         dy = moe_routing.combine(dy_S, num_chosen)
@@ -220,14 +213,14 @@ class _ExpertFunction(torch.autograd.Function):
 
 
 def _projected(y: torch.Tensor, pairs: Sequence[Pair], scales: Sequence[float], routing: Any) -> torch.Tensor:
-    """s A y of gate and of up, [2, S, BR]; empty without pairs."""
+    """s A y of gate and up side by side, [S, 2 BR]; empty without pairs."""
     from pyggtrain.kernels.grouped_lora import project
     from pyggtrain.kernels.grouped_matmul import padded_rank
 
     if pairs[0] is None:
-        return y.new_empty(2, 0)
-    h = y.new_empty(2, routing.num_slots, padded_rank(pairs[0][0].shape[1]))
-    for pair, scale, out in zip(pairs, scales, h, strict=False):
+        return y.new_empty(0)
+    h = y.new_empty(routing.num_slots, 2 * padded_rank(pairs[0][0].shape[1]))
+    for pair, scale, out in zip(pairs, scales, h.chunk(2, 1), strict=False):
         assert pair is not None
         project(y, pair[0], routing, is_lora_b=False, scale=scale, slots_per_row=routing.num_chosen, out=out)
     return h
@@ -241,6 +234,7 @@ def _backward_by_slices(
     probs: torch.Tensor,
     pairs: Sequence[Pair],
     low_rank: torch.Tensor,
+    decoded: Decoded,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Backward of gate, up and their unit, a slice of experts after the other, so that what is decoded to make gate and
     up again serves for dy too.
@@ -261,21 +255,20 @@ def _backward_by_slices(
     dy_S = y.new_empty(routing.num_slots, y.shape[1])
     d_probs = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
     glu = Glu(block.alpha, block.offset, block.limit)
-    d_low_rank = None if pairs[0] is None else y.new_empty(routing.num_slots, 2 * low_rank.shape[2])
-    for first, values in Decoded([block.gate, block.up], y.dtype).slices():
+    d_low_rank = None if pairs[0] is None else torch.empty_like(low_rank)
+    biases = expert_product.biases_of([block.gate, block.up])
+    for first, values in decoded.slices():
         experts = (first, first + values.shape[1])
-        for index, (stack, out) in enumerate(((block.gate, gate), (block.up, up))):
-            grouped_matmul_forward(
-                y,
-                values[index],
-                routing,
-                out=out,
-                first_expert=first,
-                slots_per_row=routing.num_chosen,
-                low_rank=_low_rank(low_rank, [pairs[index]], index, is_backward=False),
-                expert_scale=stack.expert_scale,
-                bias=stack.bias,
-            )
+        grouped_matmul_forward(
+            y,
+            values,
+            routing,
+            out=gate_up,
+            first_expert=first,
+            slots_per_row=routing.num_chosen,
+            low_rank=_low_rank(low_rank, pairs[:2], is_backward=False),
+            biases=biases,
+        )
         expert_swiglu_backward(
             *(da, gate, up, routing, probs),
             glu=glu,
@@ -288,7 +281,7 @@ def _backward_by_slices(
         term = None
         if d_low_rank is not None:
             _d_low_rank(gate_up, pairs[:2], block.scales, routing, low_rank, out=d_low_rank, experts=experts)
-            term = _low_rank(d_low_rank[None], pairs[:2], 0, is_backward=True)
+            term = _low_rank(d_low_rank, pairs[:2], is_backward=True)
         grouped_matmul_backward(gate_up, values, routing, out=dy_S, first_expert=first, to_slots=True, low_rank=term)
     return gate_up, dy_S, d_low_rank, d_probs
 
@@ -306,8 +299,8 @@ def _d_low_rank(
     """s Bᵀ d of gate and up side by side, [S, 2 BR]."""
     from pyggtrain.kernels.grouped_lora import project
 
-    padded = low_rank.shape[2]
-    out = d_gate_up.new_empty(routing.num_slots, 2 * padded) if out is None else out
+    padded = low_rank.shape[1] // 2
+    out = torch.empty_like(low_rank) if out is None else out
     for index, (pair, scale) in enumerate(zip(pairs, scales, strict=False)):
         assert pair is not None
         num_out = pair[1].shape[1]
@@ -328,29 +321,28 @@ def _input_gradients(
     """The gradients of both pairs."""
     from pyggtrain.kernels.grouped_lora import outer
 
-    padded = low_rank.shape[2]
+    padded = low_rank.shape[1] // 2
     gradients: list[torch.Tensor | None] = []
     for index, pair in enumerate(pairs):
         assert pair is not None
         num_out, rank = pair[1].shape[1:]
         d = d_gate_up[:, index * num_out : (index + 1) * num_out]
-        part = d_low_rank[:, index * padded : (index + 1) * padded]
+        h, dh = (both[:, index * padded : (index + 1) * padded] for both in (low_rank, d_low_rank))
         gradients += [
-            outer(part, y, routing, rank=rank, is_lora_b=False, slots_per_row=routing.num_chosen),
-            outer(low_rank[index], d, routing, rank=rank, is_lora_b=True),
+            outer(dh, y, routing, rank=rank, is_lora_b=False, slots_per_row=routing.num_chosen),
+            outer(h, d, routing, rank=rank, is_lora_b=True),
         ]
     return gradients
 
 
 def _decoded_together(block: ExpertFeedForward, routing: Any, dtype: torch.dtype) -> Decoded | None:
-    """Gate and up for several products; None where they are multiplied packed, or the workspace does not hold both:
-    each product then decodes what it multiplies by, and no more.
+    """Gate and up, both of some experts in a slice, for one launch of their products; None where they are multiplied
+    packed.
     """
     stacks = [block.gate, block.up]
     if expert_product.is_packed(stacks, routing):
         return None
-    decoded = Decoded(stacks, dtype)
-    return decoded if decoded.is_whole else None
+    return Decoded(stacks, dtype)
 
 
 def expert_feed_forward(
