@@ -22,6 +22,7 @@ bitsandbytes has paged optimisers too; theirs move moments alone, through manage
 counts nor caps.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,8 +171,9 @@ class Pages:
             member.parameter: number for number, window in enumerate(self._windows) for member in window.members
         }
         self._updated = [self._beside.lasting_mark() for _ in self._windows]
+        take = _taking_for(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
             for parameter in self._parameters
         ]
 
@@ -424,6 +426,20 @@ class Pages:
                 run.state[name].copy_(value, non_blocking=True)
                 left.append(value)
         return left
+
+
+def _taking_for(pages: Pages) -> Callable[[torch.Tensor], None]:
+    """A hook that does not keep its pages alive: parameters hold hooks where the garbage collector does not look, and
+    pages hold parameters.
+    """
+    reference = weakref.ref(pages)
+
+    def take(parameter: torch.Tensor) -> None:
+        there = reference()
+        if there is not None:
+            there._take(parameter)
+
+    return take
 
 
 def _packed(parameters: Sequence[torch.Tensor], index_of: Mapping[torch.Tensor, int]) -> Iterator[list[_Member]]:

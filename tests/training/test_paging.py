@@ -1,7 +1,9 @@
 """Gradients and moments on the host: the same numbers as without, whatever the micro-batches, and exact resuming."""
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -256,3 +258,14 @@ def test_between_parameters_there_are_zeros() -> None:
         num_between += int(is_between.sum())
         assert not window.gradients[is_between].any() and not window.masters[is_between].any()
     assert num_between > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropped_pages_and_parameters_are_freed(device: str) -> None:
+    model = Model(device)
+    optimizer = optimizer_of(model, "paged_adamw")
+    take(optimizer, model, range(2))
+    references = [weakref.ref(parameter) for parameter in model.named.values()] + [weakref.ref(optimizer.pages)]
+    del model, optimizer
+    gc.collect()
+    assert all(reference() is None for reference in references)
