@@ -86,7 +86,8 @@ def test_gradients_are_those_without(device: str, layer: Layer) -> None:
     found = gradients(device, HostStash(torch.device(device)), steps=4, layer=layer)
     assert len(found) == len(expected) == NUM_LAYERS
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+        # What comes back has no gaps, so the library may add up in another order.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
 
 def test_only_halves_are_waited_for_and_two_are_held() -> None:
