@@ -2,6 +2,7 @@
 
 from pyggtrain.nn.batch import Batch
 from pyggtrain.nn.checkpointing import GPU_POLICIES, POLICIES, kept_by, run_layer
+from pyggtrain.nn.copy_lane import CopyLane
 from pyggtrain.nn.diffusion import Diffusion
 from pyggtrain.nn.embedding import Embedding
 from pyggtrain.nn.expert_half import ExpertHalf
@@ -18,6 +19,7 @@ __all__ = [
     "POLICIES",
     "AttentionHalf",
     "Batch",
+    "CopyLane",
     "DeltaHalf",
     "Diffusion",
     "Embedding",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pyggtrain.ops.lane import Lane
+from pyggtrain.nn.copy_lane import CopyLane
 
 # Smaller tensors (rank-sized products, sums of attention) stay: a copy costs more than the memory is worth.
 _MIN_BYTES = 4 << 20
@@ -80,7 +80,7 @@ class HostStash:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies = Lane(device)
+        self._copies = CopyLane(device)
         self._free: list[torch.Tensor] = []
         # Places that a captured CUDA graph copies to and from: never to be freed.
         self._captured: list[torch.Tensor] = []

@@ -4,8 +4,8 @@ Two ways, by the number of rows that an expert has on average (known without ask
 
 * few: the packed blocks are decoded tile by tile where they are multiplied (`kernels.grouped_dequant_matmul`); nothing
   but the blocks is read.
-* many: a slice of the experts is decoded into one half of the workspace, while the slice before it is multiplied from
-  the other half (`kernels.grouped_matmul`). So no stack is ever decoded as a whole unless it fits there.
+* many: a slice of the experts is decoded into the workspace, then multiplied (`kernels.grouped_matmul`). The workspace
+  bounds the slice, so no stack is ever decoded as a whole unless it fits there.
 
 Where they cross was measured (docs/performance.md). Both give sums in float32 of the same decoded numbers.
 """
@@ -66,13 +66,8 @@ class ExpertStack:
         return row_bytes // decoder.block_bytes * decoder.block_size
 
 
-# Of the two slices that are there at a time. Larger ones gain nothing, and what is decoded first nothing hides.
-_SLICE_BYTES = 128 << 20
-
-
 class Decoded:
-    """Stacks of one shape, decoded slice by slice: the next one while a slice is multiplied. Decoding waits for memory,
-    products for that and for the matrix units.
+    """Stacks of one shape, decoded slice by slice; if one slice holds all, it is decoded once.
 
     Args:
         stacks: one or two.
@@ -84,41 +79,33 @@ class Decoded:
         self._stacks = stacks
         self._dtype = dtype
         self._shape = (first.num_rows, first.num_columns)
-        self._device = first.blocks.device
         expert_bytes = len(stacks) * first.num_rows * first.num_columns * dtype.itemsize
-        limit = min(workspace.limit_bytes(self._device.type) // 2, _SLICE_BYTES)
+        limit = workspace.limit_bytes(first.blocks.device.type)
         num_slices = -(-first.num_experts // max(1, min(first.num_experts, limit // expert_bytes)))
         self._length = -(-first.num_experts // num_slices)
+        self._whole: torch.Tensor | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one slice holds all: only then a second product finds what a first one has decoded."""
+        return self._length == self._stacks[0].num_experts
 
     def slices(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first expert, [P, G, N, K]) of each slice, valid until the next."""
         num_experts = self._stacks[0].num_experts
-        firsts = range(0, num_experts, self._length)
-        shape = (len(self._stacks), self._length, *self._shape)
-        buffers = [torch.empty(shape, dtype=self._dtype, device=self._device) for _ in firsts[:2]]
-        lane = workspace.lane(self._device)
-        # Whoever had this memory before.
-        lane.follow()
-
-        def decode(number: int) -> tuple[torch.Tensor, Any]:
-            first = firsts[number]
+        if self._whole is not None:
+            yield 0, self._whole
+            return
+        device = self._stacks[0].blocks.device
+        buffer = torch.empty(len(self._stacks), self._length, *self._shape, dtype=self._dtype, device=device)
+        for first in range(0, num_experts, self._length):
             end = min(first + self._length, num_experts)
-            values = buffers[number % 2][:, : end - first]
-            with lane.use():
-                for stack, part in zip(self._stacks, values, strict=True):
-                    _decode(stack, first, end, part)
-            return values, lane.mark()
-
-        coming = decode(0)
-        multiplied: Any = None
-        for number, first in enumerate(firsts):
-            values, decoded = coming
-            if number + 1 < len(firsts):
-                lane.stay_behind(multiplied)
-                coming = decode(number + 1)
-            lane.wait(decoded)
+            values = buffer[:, : end - first]
+            for stack, part in zip(self._stacks, values, strict=True):
+                _decode(stack, first, end, part)
+            if self.is_whole:
+                self._whole = values
             yield first, values
-            multiplied = lane.mark_of_compute()
 
 
 def _decode(stack: ExpertStack, first: int, end: int, out: torch.Tensor) -> None:
@@ -161,9 +148,13 @@ def forward(
     slots_per_row: int = 0,
     to_slots: bool = False,
     low_rank: "LowRank | None" = None,
+    decoded: Decoded | None = None,
 ) -> torch.Tensor:
     """out_p[s] = c W_p[e] x[s] + b_p[e] + B_p[e] h_p[s] for one or two stacks of one shape; arguments as those of
     `kernels.grouped_matmul.grouped_matmul_forward`.
+
+    Args:
+        decoded: of the stacks, if they are decoded for other products too.
     """
     from pyggtrain.kernels.grouped_dequant_matmul import grouped_dequant_forward
     from pyggtrain.kernels.grouped_matmul import LowRank, grouped_matmul_forward
@@ -173,7 +164,7 @@ def forward(
         "to_slots": to_slots,
         "expert_scale": _scale_of(stacks),
     }
-    if is_packed(stacks, routing):
+    if decoded is None and is_packed(stacks, routing):
         outs = out.chunk(len(stacks), 1)
         hs = [] if low_rank is None else low_rank.h.chunk(len(stacks), 1)
         for index, stack in enumerate(stacks):
@@ -183,7 +174,7 @@ def forward(
             )
         return out
     biases = biases_of(stacks)
-    for first, values in Decoded(stacks, x.dtype).slices():
+    for first, values in (decoded or Decoded(stacks, x.dtype)).slices():
         grouped_matmul_forward(
             x, values, routing, out=out, first_expert=first, low_rank=low_rank, biases=biases, **options
         )
@@ -199,6 +190,7 @@ def backward(
     slots_per_row: int = 0,
     to_slots: bool = False,
     low_rank: "LowRank | None" = None,
+    decoded: Decoded | None = None,
 ) -> torch.Tensor:
     """out[s] = c Σ_p W_p[e]ᵀ dy_p[s] + Σ_p A_p[e]ᵀ dh_p[s] for one or two stacks of one shape."""
     from pyggtrain.kernels.grouped_dequant_matmul import grouped_dequant_backward
@@ -211,8 +203,8 @@ def backward(
         "low_rank": low_rank,
         "expert_scale": _scale_of(stacks),
     }
-    if is_packed(stacks, routing):
+    if decoded is None and is_packed(stacks, routing):
         return grouped_dequant_backward(dy, [stack.blocks for stack in stacks], stacks[0].type, routing, **options)
-    for first, values in Decoded(stacks, dy.dtype).slices():
+    for first, values in (decoded or Decoded(stacks, dy.dtype)).slices():
         grouped_matmul_backward(dy, values, routing, first_expert=first, **options)
     return out

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import torch
 
 from pyggtrain.errors import ConfigError
-from pyggtrain.ops.lane import Lane
 
 DEFAULT_LIMIT_BYTES = 16 * 2**20
 # A GPU wants whole products: this holds any layer's weight of an 8B model in bfloat16, and a third of its head.
@@ -30,7 +29,6 @@ _ROW_GRANULE = 64
 class _Buffers(threading.local):
     def __init__(self) -> None:
         self.by_device: dict[torch.device, torch.Tensor] = {}  # uint8, one dimension
-        self.lanes: dict[torch.device, Lane] = {}
 
 
 _buffers = _Buffers()
@@ -64,20 +62,12 @@ def held() -> list[torch.Tensor]:
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """Inside, this thread begins without a buffer or lane; afterwards it has those that it had before."""
+    """Inside, this thread begins without a buffer; afterwards it has those that it had before."""
     held, _buffers.by_device = _buffers.by_device, {}
-    lanes, _buffers.lanes = _buffers.lanes, {}
     try:
         yield
     finally:
-        _buffers.by_device, _buffers.lanes = held, lanes
-
-
-def lane(device: torch.device) -> Lane:
-    """Where rows are decoded while those before them are multiplied."""
-    if device not in _buffers.lanes:
-        _buffers.lanes[device] = Lane(device)
-    return _buffers.lanes[device]
+        _buffers.by_device = held
 
 
 def rows_per_chunk(

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from pyggtrain.ops.lane import Lane
+from pyggtrain.nn import CopyLane
 
 # Gradients that may be on the way to the host before backward waits for the oldest.
 _MAX_BEHIND_BYTES = 64 << 20
@@ -153,9 +153,9 @@ class Pages:
         self._parameters, self._optimizer = list(parameters), optimizer
         device = self._parameters[0].device
         self._memory = _HostMemory(is_pinned=device.type == "cuda")
-        self._up, self._down = Lane(device), Lane(device)
+        self._up, self._down = CopyLane(device), CopyLane(device)
         # For updates beside the next step, and what such a one reads.
-        self._beside = Lane(device)
+        self._beside = CopyLane(device)
         self._read_beside: list[Any] = []
         self._is_beside = False
         self._behind: deque[_Behind] = deque()

@@ -128,8 +128,7 @@ def test_gate_and_up_may_be_kept_and_of_different_types(device: torch.device) ->
 
 def test_stacks_are_decoded_in_slices_of_the_workspace(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_product, "FEW_ROWS", 0)
-    # Two slices are there at a time.
-    monkeypatch.setattr(workspace, "limit_bytes", lambda device_type: 2 * 2 * 3 * F * D * 4)
+    monkeypatch.setattr(workspace, "limit_bytes", lambda device_type: 2 * 3 * F * D * 4)
     block, values = make_block(device, ("Q8_0", "Q8_0", "Q8_0"))
     pieces = [(first, part.clone()) for first, part in Decoded([block.gate, block.up], torch.float32).slices()]
     assert [(first, part.shape[1]) for first, part in pieces] == [(0, 3), (3, 2)]

@@ -67,7 +67,9 @@ class _Run:
     kept: Kept
     gate_up: torch.Tensor | None = None
 
-    def gate_and_up(self, y: torch.Tensor, routing: Any, pairs: Sequence[Pair], low_rank: torch.Tensor) -> torch.Tensor:
+    def gate_and_up(
+        self, y: torch.Tensor, routing: Any, pairs: Sequence[Pair], low_rank: torch.Tensor, decoded: Decoded | None
+    ) -> torch.Tensor:
         """[S, 2 F] in the order of the places."""
         block = self.block
         return expert_product.forward(
@@ -77,6 +79,7 @@ class _Run:
             out=y.new_empty(routing.num_slots, 2 * block.width),
             slots_per_row=routing.num_chosen,
             low_rank=_low_rank(low_rank, pairs[:2], is_backward=False),
+            decoded=decoded,
         )
 
 
@@ -107,7 +110,7 @@ class _ExpertFunction(torch.autograd.Function):
         block, pairs = run.block, pairs_of(lora)
         routing = moe_routing.sort_by_expert(ids, block.num_experts)
         low_rank = _projected(y, pairs[:2], block.scales, routing)
-        gate_up = run.gate_and_up(y, routing, pairs, low_rank)
+        gate_up = run.gate_and_up(y, routing, pairs, low_rank, _decoded_together(block, routing, y.dtype))
         a = y.new_empty(routing.num_slots, block.width)
         glu = Glu(block.alpha, block.offset, block.limit)
         expert_swiglu_forward(gate_up[:, : block.width], gate_up[:, block.width :], glu=glu, out=a)
@@ -141,14 +144,15 @@ class _ExpertFunction(torch.autograd.Function):
         routing = moe_routing.Routing(slot, bounds, ctx.num_chosen)
         num_chosen, width = routing.num_chosen, block.width
         dout = dout.contiguous()
-        is_packed = expert_product.is_packed([block.gate, block.up], routing)
+        decoded = _decoded_together(block, routing, y.dtype)
+        is_sliced = decoded is not None and not decoded.is_whole
         gate_up = None
         if run.kept.gate_up:
             if run.gate_up is None:
                 raise RuntimeError("experts that keep gate and up overwrite them: backward runs once")
             gate_up, run.gate_up = run.gate_up, None
-        elif is_packed:
-            gate_up = run.gate_and_up(y, routing, pairs, low_rank)
+        elif not is_sliced:
+            gate_up = run.gate_and_up(y, routing, pairs, low_rank, decoded)
 
         da = y.new_empty(routing.num_slots, width)
         dh = None
@@ -164,7 +168,10 @@ class _ExpertFunction(torch.autograd.Function):
         )
         dy_S = d_low_rank = None
         if gate_up is None:
-            gate_up, dy_S, d_low_rank, d_probs = _backward_by_slices(run, y, da, routing, probs, pairs, low_rank)
+            assert decoded is not None, "packed products are not sliced"
+            gate_up, dy_S, d_low_rank, d_probs = _backward_by_slices(
+                run, y, da, routing, probs, pairs, low_rank, decoded
+            )
         else:
             gate, up = gate_up[:, :width], gate_up[:, width:]
             glu = Glu(block.alpha, block.offset, block.limit)
@@ -199,6 +206,7 @@ class _ExpertFunction(torch.autograd.Function):
                 out=dy_S,
                 to_slots=True,
                 low_rank=_low_rank(d_low_rank, pairs[:2], is_backward=True),
+                decoded=decoded,
             )
         dy = moe_routing.combine(dy_S, num_chosen)
         return dy, None, d_probs.to(probs.dtype), dout if ctx.has_residual else None, None, *in_gradients, *gradients
@@ -226,6 +234,7 @@ def _backward_by_slices(
     probs: torch.Tensor,
     pairs: Sequence[Pair],
     low_rank: torch.Tensor,
+    decoded: Decoded,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Backward of gate, up and their unit, a slice of experts after the other, so that what is decoded to make gate and
     up again serves for dy too.
@@ -248,7 +257,7 @@ def _backward_by_slices(
     glu = Glu(block.alpha, block.offset, block.limit)
     d_low_rank = None if pairs[0] is None else torch.empty_like(low_rank)
     biases = expert_product.biases_of([block.gate, block.up])
-    for first, values in Decoded([block.gate, block.up], y.dtype).slices():
+    for first, values in decoded.slices():
         experts = (first, first + values.shape[1])
         grouped_matmul_forward(
             y,
@@ -324,6 +333,16 @@ def _input_gradients(
             outer(h, d, routing, rank=rank, is_lora_b=True),
         ]
     return gradients
+
+
+def _decoded_together(block: ExpertFeedForward, routing: Any, dtype: torch.dtype) -> Decoded | None:
+    """Gate and up, both of some experts in a slice, for one launch of their products; None where they are multiplied
+    packed.
+    """
+    stacks = [block.gate, block.up]
+    if expert_product.is_packed(stacks, routing):
+        return None
+    return Decoded(stacks, dtype)
 
 
 def expert_feed_forward(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-class Lane:
+class CopyLane:
     """A stream beside the one that computes. On a CPU all is done in turn."""
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Lane:
         """What is launched inside goes this way."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def follow(self, other: "Lane | None" = None) -> None:
+    def follow(self, other: "CopyLane | None" = None) -> None:
         """Wait for what has been launched so far: on the stream that computes, or on another lane."""
         if self._stream is not None:
             stream = torch.cuda.current_stream(self._device) if other is None else other._stream
@@ -42,15 +42,6 @@ class Lane:
         event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-    def stay_behind(self, event: "torch.cuda.Event | None") -> None:
-        """Let what is launched here from now on wait for an event."""
-        if self._stream is not None and event is not None:
-            self._stream.wait_event(event)
-
-    def mark_of_compute(self) -> "torch.cuda.Event | None":
-        """An event after what the stream that computes was given so far."""
-        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     def wait(self, event: "torch.cuda.Event | None") -> None:
         """Let the stream that computes wait for a mark."""
