@@ -9,6 +9,9 @@ A moment is a code of 8 bits for an entry of a sorted table of 256 numbers in [-
 largest magnitude among the block's 256 numbers. The entry nearest to a number stands for it, the lower one of two that
 are as near. Moments may be float32 too, as those of small tensors are.
 
+Gradients may have to be divided by a number that only the device knows yet, and the step to be left out if something
+was not finite: so a step is launched before the host has heard of the gradients' norm.
+
 The layout is bitsandbytes', which makes tables and first states. Its own GPU kernel runs on the default stream alone,
 and an update that runs beside the next step needs another.
 """
@@ -66,6 +69,8 @@ def adamw_8bit_kernel(
     p_table_v,
     p_scale_m,
     p_scale_v,
+    p_divisor,
+    p_left_out,
     size,
     step_size,
     shrink,
@@ -74,13 +79,21 @@ def adamw_8bit_kernel(
     root_correction2,
     eps,
     IS_CODED: tl.constexpr,
+    HAS_DIVISOR: tl.constexpr,
+    MAY_BE_LEFT_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    # The outer one is decided when compiling.
+    if MAY_BE_LEFT_OUT:  # noqa: SIM102
+        if tl.load(p_left_out) != 0.0:
+            return
     o_block = (tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
     o = o_block * BLOCK + tl.arange(0, BLOCK)[None, :]
     m_block, m = o_block * BLOCK < size, o < size
     b_gradient = tl.load(p_gradient + o, mask=m, other=0.0)
+    if HAS_DIVISOR:
+        b_gradient = b_gradient / tl.load(p_divisor)
     b_m = load_moment(p_m, p_table_m, p_scale_m, o, o_block, m, m_block, IS_CODED)
     b_v = load_moment(p_v, p_table_v, p_scale_v, o, o_block, m, m_block, IS_CODED)
     b_m = beta1 * b_m + (1.0 - beta1) * b_gradient
@@ -105,6 +118,8 @@ def adamw_8bit(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    divisor: torch.Tensor | None = None,
+    left_out: torch.Tensor | None = None,
 ) -> None:
     """Take one step, in place, on the current stream.
 
@@ -115,6 +130,8 @@ def adamw_8bit(
         scales: of m and of v, float32 [ceil(numbers / 256)].
         step: t, from 1 on.
         lr, betas, eps, weight_decay: see above.
+        divisor: of gradients, float32 scalar; None: 1.
+        left_out: float32 scalar; the step is taken only if it is 0. None: it is taken.
     """
     is_coded = tables is not None and scales is not None
     dtype = torch.uint8 if is_coded else torch.float32
@@ -146,6 +163,8 @@ def adamw_8bit(
         table_v,
         scale_m,
         scale_v,
+        p_divisor=parameter if divisor is None else divisor,
+        p_left_out=parameter if left_out is None else left_out,
         size=size,
         step_size=lr / (1 - beta1**step),
         shrink=1 - lr * weight_decay,
@@ -154,6 +173,8 @@ def adamw_8bit(
         root_correction2=(1 - beta2**step) ** 0.5,
         eps=eps,
         IS_CODED=is_coded,
+        HAS_DIVISOR=divisor is not None,
+        MAY_BE_LEFT_OUT=left_out is not None,
         BLOCK=BLOCK,
         BLOCKS=_BLOCKS_OF_PROGRAM,
         num_warps=4,

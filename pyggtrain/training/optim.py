@@ -25,7 +25,7 @@ from pyggtrain.nn.batch import Batch
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.interrupts import StopRequested
 from pyggtrain.training.objectives import Objective
-from pyggtrain.training.optimizers import PAGED, make_optimizer
+from pyggtrain.training.optimizers import PAGED, DecidesOnDevice, make_optimizer
 from pyggtrain.training.paging import Pages
 from pyggtrain.training.pipeline import Pipeline
 from pyggtrain.training.processes import Processes
@@ -289,6 +289,8 @@ class Optimizer:
         loss, *values, _, grad_norm = torch.cat([totals, total_norm.reshape(1).to(totals)]).tolist()
         non_finite = None if math.isfinite(grad_norm) and math.isfinite(loss) else self._first_non_finite()
         if non_finite is not None:
+            if self._decides_on_device:
+                self._take_back()
             self._skip(non_finite)
         else:
             if not self._decides_on_device:
@@ -298,11 +300,8 @@ class Optimizer:
 
     @property
     def _decides_on_device(self) -> bool:
-        """Whether the update can be launched before the host knows norm and loss: torch's fused AdamW scales gradients
-        and skips a step by tensors on the device.
-        """
-        is_fused = isinstance(self._optimizer, torch.optim.AdamW) and bool(self._optimizer.defaults["fused"])
-        return is_fused and next(iter(self.parameters.values())).is_cuda
+        """Whether the update can be launched before the host knows norm and loss."""
+        return isinstance(self._optimizer, DecidesOnDevice) and next(iter(self.parameters.values())).is_cuda
 
     @property
     def _runs_beside(self) -> bool:
@@ -324,16 +323,22 @@ class Optimizer:
             self.pages.update(factor=page_factor, beside=self._runs_beside)
 
     def _update_on_device(self, loss: torch.Tensor, total_norm: torch.Tensor, page_factor: float) -> None:
-        """Update without waiting for the device. `grad_scale` divides gradients, `found_inf` = 1 leaves all as it was
-        (the protocol of torch.amp.GradScaler with fused optimisers).
-        """
+        """Update without waiting for the device."""
+        assert isinstance(self._optimizer, DecidesOnDevice)
         limit = self.max_grad_norm if self.max_grad_norm > 0 else math.inf
-        self._optimizer.grad_scale = ((total_norm + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]
-        self._optimizer.found_inf = (~torch.isfinite(total_norm + loss)).float()  # type: ignore[attr-defined]
+        self._optimizer.grad_scale = ((total_norm + 1e-6) / limit).clamp(min=1.0)
+        self._optimizer.found_inf = (~torch.isfinite(total_norm + loss)).float()
         if self.pages is None:
             self._optimizer.step()
         else:
             self.pages.update(factor=page_factor, beside=self._runs_beside)
+
+    def _take_back(self) -> None:
+        """Undo what the host has counted for a step that the device has left out."""
+        states = self._optimizer.state.values() if self.pages is None else self.pages.states()
+        assert isinstance(self._optimizer, DecidesOnDevice)
+        for state in states:
+            self._optimizer.take_back(state)
 
     def _skip(self, name: str) -> None:
         self.num_skipped += 1

@@ -23,7 +23,23 @@ Groups = list[dict[str, Any]]
 _MUON_MOMENTUM = 0.95
 
 
-class _AdamW(torch.optim.AdamW):
+class DecidesOnDevice:
+    """An optimiser whose steps on a GPU can be launched before the host knows norm and loss (the protocol of
+    torch.amp.GradScaler with fused optimisers).
+
+    Attributes:
+        grad_scale: float32 scalar on the device; gradients are divided by it. None: they are not.
+        found_inf: float32 scalar on the device; 1 leaves all as it was. None: the step is taken.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    def take_back(self, state: dict[str, Any]) -> None:
+        """Count a step less in what is kept for a parameter, as its last one was left out."""
+
+
+class _AdamW(DecidesOnDevice, torch.optim.AdamW):
     """torch's AdamW, without what keeps torch's compiler out of these methods: it imports that compiler (torch._dynamo,
     more than a second) at the first call, whether or not anything is ever compiled.
     """
@@ -63,7 +79,7 @@ def _adamw_8bit(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
     finally:
         logger.setLevel(level)
 
-    class AdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[misc]
+    class AdamW8bit(DecidesOnDevice, bitsandbytes.optim.AdamW8bit):  # type: ignore[misc]
         """The library's, without a wait for the device after each parameter; a group may ask for `optim_bits` = 32."""
 
         def get_config(self, group_index: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +118,13 @@ def _adamw_8bit(groups: Groups, config: TrainConfig) -> torch.optim.Optimizer:
                 betas=group["betas"],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
+                divisor=self.grad_scale,
+                left_out=self.found_inf,
             )
+
+        def take_back(self, state: dict[str, Any]) -> None:
+            # The host counts; torch's own counts on the device.
+            state["step"] -= 1
 
     return AdamW8bit(groups, **_adam_settings(config))
 

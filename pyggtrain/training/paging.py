@@ -271,6 +271,10 @@ class Pages:
                 }
         return dict(self._loaded.get(member.index, {}))
 
+    def states(self) -> Iterator[dict[str, Any]]:
+        """What the optimiser keeps, of all runs of parameters."""
+        return (run.state for window in self._windows for run in window.runs if run.state)
+
     def set_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Take over what `state_of` returned in another run, before the first update."""
         assert not self._has_runs, "a state is taken over before the first update"

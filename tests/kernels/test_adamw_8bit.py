@@ -117,6 +117,32 @@ def test_steps_are_those_of_bitsandbytes(device: torch.device) -> None:
         assert float((differences <= 1).float().mean()) > 0.999
 
 
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_what_only_the_device_knows(is_left_out: bool, device: torch.device) -> None:
+    """A divisor of gradients, and whether the step is taken."""
+    generator = torch.Generator().manual_seed(2)
+    tables = table(is_signed=True).to(device), table(is_signed=False).to(device)
+    gradient = torch.randn(600, generator=generator).to(device)
+    results = []
+    for divided, options in (
+        (gradient / 4, {}),
+        (
+            gradient,
+            {"divisor": torch.tensor(4.0, device=device), "left_out": torch.tensor(float(is_left_out), device=device)},
+        ),
+    ):
+        parameter = torch.ones(600, device=device)
+        codes = [torch.full((600,), 7, dtype=torch.uint8, device=device) for _ in range(2)]
+        scales = tuple(torch.ones(3, device=device) for _ in range(2))
+        adamw_8bit(parameter, divided, *codes, tables=tables, scales=scales, step=2, **SETTINGS, **options)  # type: ignore[arg-type]
+        results.append([parameter, *codes, *scales])
+    if is_left_out:
+        untouched = [torch.ones(600), *(torch.full((600,), 7, dtype=torch.uint8),) * 2, *(torch.ones(3),) * 2]
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(results[1], untouched, strict=True))
+    else:
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_wrong_types_and_sizes_are_refused(device: torch.device) -> None:
     four = torch.zeros(4, device=device)
     with pytest.raises(ValueError, match="m holds 5"):
