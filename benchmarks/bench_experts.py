@@ -80,7 +80,7 @@ def measure(shape: Shape, rows: int, bandwidth: float) -> dict[str, object]:
         "torch_forward": lambda i: torch._grouped_mm(x_sorted, weight.transpose(1, 2), offs=ends),
         "torch_backward": lambda i: torch._grouped_mm(dy, weight, offs=ends),
         "sort": lambda i: sort_by_expert(ids, experts),
-        "project": lambda i: project(x, lora_a, routing, is_lora_b=False, scale=1.0, out=h, **order),
+        "project": lambda i: project(x, [lora_a], routing, scales=[1.0], out=h, **order),
         "outer_a": lambda i: outer(h, x, routing, rank=RANK, is_lora_b=False, **order),
         "outer_b": lambda i: outer(h, dy, routing, rank=RANK, is_lora_b=True),
         "combine": lambda i: combine(dx, shape.chosen),

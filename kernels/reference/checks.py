@@ -383,9 +383,12 @@ def check_grouped_lora(case: ExpertCase, dtype: torch.dtype, device: torch.devic
     lora_a, lora_b, h = inputs.lora_a[0], inputs.lora_b[0], inputs.h[:, :padded]
     dy = inputs.dy_of_slots[:, : case.out_features]
     low_rank = grouped_lora.project(
-        inputs.x_of_tokens, lora_a, routing, is_lora_b=False, scale=0.5, slots_per_row=case.chosen
+        inputs.x_of_tokens, [lora_a, inputs.lora_a[-1]], routing, scales=[0.5, 2.0], slots_per_row=case.chosen
     )
-    dh = grouped_lora.project(dy, lora_b, routing, is_lora_b=True, scale=0.5, slots_per_row=1)
+    both_dy = torch.cat([dy, 2 * dy], 1)
+    dh = grouped_lora.project(
+        both_dy, [grouped_lora.turned(lora_b, dtype)] * 2, routing, scales=[0.5, -0.25], slots_per_row=1
+    )
     d_lora_a = grouped_lora.outer(
         h, inputs.x_of_tokens, routing, rank=rank, is_lora_b=False, scale=0.5, slots_per_row=case.chosen
     )
@@ -393,12 +396,15 @@ def check_grouped_lora(case: ExpertCase, dtype: torch.dtype, device: torch.devic
     bounds, dy_places, b_turned = routing.bounds, inputs.dy[0], lora_b.to(dtype).transpose(1, 2)
     exact = {
         "h": expert_reference.project(inputs.x, lora_a.to(dtype), bounds, scale=0.5),
+        "h of a second part": expert_reference.project(inputs.x, inputs.lora_a[-1].to(dtype), bounds, scale=2.0),
         "dh": expert_reference.project(dy_places, b_turned, bounds, scale=0.5),
+        "dh of a second part": expert_reference.project(dy_places, b_turned, bounds, scale=-0.5),
         "dA": expert_reference.outer(h[:, :rank], inputs.x, bounds, scale=0.5),
         "dB": expert_reference.outer(h[:, :rank], dy_places, bounds, scale=1.0).transpose(1, 2),
     }
-    ours = {"h": low_rank[:, :rank], "dh": dh[:, :rank], "dA": d_lora_a, "dB": d_lora_b}
-    padding = low_rank[:, rank:].count_nonzero() + dh[:, rank:].count_nonzero()
+    parts = [part for both in (low_rank, dh) for part in both.chunk(2, 1)]
+    ours = dict(zip(exact, [*(part[:, :rank] for part in parts), d_lora_a, d_lora_b], strict=True))
+    padding = sum(part[:, rank:].count_nonzero() for part in parts)
     return [
         Comparison("padding", float(padding), 0.0),
         *(

@@ -38,7 +38,7 @@ def forward(
     low_rank = None
     if pair is not None:
         seen = x if dropout_mask_XK is None else x * dropout_mask_XK
-        h = project(seen, pair[0], routing, is_lora_b=False, scale=scale, slots_per_row=slots_per_row)
+        h = project(seen, [pair[0]], routing, scales=[scale], slots_per_row=slots_per_row)
         low_rank = LowRank(h, (pair[1],))
     expert_product.forward(x, [stack], routing, out=y, slots_per_row=slots_per_row, to_slots=True, low_rank=low_rank)
     return y.to(x_XK.dtype), h
@@ -59,7 +59,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx in x's dtype (empty if not needed), d_lora_a and d_lora_b in float32 (empty without a pair)."""
     from pyggtrain.kernels import moe_routing
-    from pyggtrain.kernels.grouped_lora import outer, project
+    from pyggtrain.kernels.grouped_lora import outer, project, turned
     from pyggtrain.kernels.grouped_matmul import LowRank, grouped_matmul_backward
 
     num_slots = order_S.shape[0]
@@ -72,7 +72,7 @@ def backward(
         rank = pair[0].shape[1]
         seen = x_XK.to(dtype)
         seen = seen if dropout_mask_XK is None else seen * dropout_mask_XK
-        dh = project(dy, pair[1], routing, is_lora_b=True, scale=scale, slots_per_row=1)
+        dh = project(dy, [turned(pair[1], dtype)], routing, scales=[scale], slots_per_row=1)
         d_lora_a = outer(dh, seen, routing, rank=rank, is_lora_b=False, slots_per_row=slots_per_row)
         d_lora_b = outer(h, dy, routing, rank=rank, is_lora_b=True, slots_per_row=1)
     if not needs_dx:

@@ -114,7 +114,7 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"needed: contiguous uint8 \[3, N"):
         grouped_dequant_forward(zeros(8, 32), blocks, "Q8_0", routing, out=zeros(8, 8))
     with pytest.raises(ValueError, match="of 3 experts"):
-        project(zeros(8, 32), zeros(2, 4, 32), routing, is_lora_b=False, scale=1.0)
+        project(zeros(8, 32), [zeros(2, 4, 32)], routing, scales=[1.0])
     rows = zeros(8, 4)
     with pytest.raises(ValueError, match="each of 8 slots"):
         expert_swiglu_backward(rows, rows, rows, routing, zeros(3, 2), d_gate=rows, d_up=rows, weighted=rows)

@@ -117,7 +117,7 @@ class _ExpertFunction(torch.autograd.Function):
         if run.kept.gate_up and any(ctx.needs_input_grad):
             run.gate_up = gate_up
         del gate_up
-        h = None if pairs[2] is None else project(a, pairs[2][0], routing, is_lora_b=False, scale=block.scales[2])
+        h = None if pairs[2] is None else project(a, [pairs[2][0]], routing, scales=block.scales[2:])
         z = y.new_empty(routing.num_slots, y.shape[1])
         expert_product.forward(
             a,
@@ -136,7 +136,7 @@ class _ExpertFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         from pyggtrain.kernels import moe_routing
         from pyggtrain.kernels.expert_swiglu import Glu, expert_swiglu_backward
-        from pyggtrain.kernels.grouped_lora import outer, project
+        from pyggtrain.kernels.grouped_lora import outer, project, turned
 
         run: _Run = ctx.run
         block, pairs = run.block, pairs_of(ctx.lora)
@@ -157,7 +157,8 @@ class _ExpertFunction(torch.autograd.Function):
         da = y.new_empty(routing.num_slots, width)
         dh = None
         if pairs[2] is not None:
-            dh = project(dout, pairs[2][1], routing, is_lora_b=True, scale=block.scales[2], slots_per_row=num_chosen)
+            lora_b = turned(pairs[2][1], y.dtype)
+            dh = project(dout, [lora_b], routing, scales=block.scales[2:], slots_per_row=num_chosen)
         expert_product.backward(
             dout,
             [block.down],
@@ -183,7 +184,7 @@ class _ExpertFunction(torch.autograd.Function):
         if pairs[2] is not None and dh is not None:
             lora_a, _ = pairs[2]
             rank = lora_a.shape[1]
-            h = project(weighted, lora_a, routing, is_lora_b=False, scale=block.scales[2])
+            h = project(weighted, [lora_a], routing, scales=block.scales[2:])
             gradients = [
                 outer(dh, weighted, routing, rank=rank, is_lora_b=False),
                 outer(h, dout, routing, rank=rank, is_lora_b=True, slots_per_row=num_chosen),
@@ -195,7 +196,7 @@ class _ExpertFunction(torch.autograd.Function):
         in_gradients: list[torch.Tensor | None] = [None] * 4
         if pairs[0] is not None:
             if d_low_rank is None:
-                d_low_rank = _d_low_rank(gate_up, pairs[:2], block.scales, routing, low_rank)
+                d_low_rank = project(gate_up, _turned(pairs[:2], y.dtype), routing, scales=block.scales[:2])
             in_gradients = _input_gradients(y, gate_up, pairs[:2], routing, low_rank, d_low_rank)
         if dy_S is None:
             dy_S = y.new_empty(routing.num_slots, y.shape[1])
@@ -215,15 +216,11 @@ class _ExpertFunction(torch.autograd.Function):
 def _projected(y: torch.Tensor, pairs: Sequence[Pair], scales: Sequence[float], routing: Any) -> torch.Tensor:
     """s A y of gate and up side by side, [S, 2 BR]; empty without pairs."""
     from pyggtrain.kernels.grouped_lora import project
-    from pyggtrain.kernels.grouped_matmul import padded_rank
 
-    if pairs[0] is None:
+    factors = [pair[0] for pair in pairs if pair is not None]
+    if not factors:
         return y.new_empty(0)
-    h = y.new_empty(routing.num_slots, 2 * padded_rank(pairs[0][0].shape[1]))
-    for pair, scale, out in zip(pairs, scales, h.chunk(2, 1), strict=False):
-        assert pair is not None
-        project(y, pair[0], routing, is_lora_b=False, scale=scale, slots_per_row=routing.num_chosen, out=out)
-    return h
+    return project(y, factors, routing, scales=scales[:2], slots_per_row=routing.num_chosen)
 
 
 def _backward_by_slices(
@@ -247,6 +244,7 @@ def _backward_by_slices(
         and dw.
     """
     from pyggtrain.kernels.expert_swiglu import Glu, expert_swiglu_backward
+    from pyggtrain.kernels.grouped_lora import project
     from pyggtrain.kernels.grouped_matmul import grouped_matmul_backward, grouped_matmul_forward
 
     block, width = run.block, run.block.width
@@ -256,6 +254,7 @@ def _backward_by_slices(
     d_probs = torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
     glu = Glu(block.alpha, block.offset, block.limit)
     d_low_rank = None if pairs[0] is None else torch.empty_like(low_rank)
+    factors = _turned(pairs[:2], y.dtype)
     biases = expert_product.biases_of([block.gate, block.up])
     for first, values in decoded.slices():
         experts = (first, first + values.shape[1])
@@ -280,34 +279,17 @@ def _backward_by_slices(
         )
         term = None
         if d_low_rank is not None:
-            _d_low_rank(gate_up, pairs[:2], block.scales, routing, low_rank, out=d_low_rank, experts=experts)
+            project(gate_up, factors, routing, scales=block.scales[:2], out=d_low_rank, experts=experts)
             term = _low_rank(d_low_rank, pairs[:2], is_backward=True)
         grouped_matmul_backward(gate_up, values, routing, out=dy_S, first_expert=first, to_slots=True, low_rank=term)
     return gate_up, dy_S, d_low_rank, d_probs
 
 
-def _d_low_rank(
-    d_gate_up: torch.Tensor,
-    pairs: Sequence[Pair],
-    scales: Sequence[float],
-    routing: Any,
-    low_rank: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-    experts: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """s Bᵀ d of gate and up side by side, [S, 2 BR]."""
-    from pyggtrain.kernels.grouped_lora import project
+def _turned(pairs: Sequence[Pair], dtype: torch.dtype) -> list[torch.Tensor]:
+    """B of each pair, turned."""
+    from pyggtrain.kernels.grouped_lora import turned
 
-    padded = low_rank.shape[1] // 2
-    out = torch.empty_like(low_rank) if out is None else out
-    for index, (pair, scale) in enumerate(zip(pairs, scales, strict=False)):
-        assert pair is not None
-        num_out = pair[1].shape[1]
-        d = d_gate_up[:, index * num_out : (index + 1) * num_out]
-        place = out[:, index * padded : (index + 1) * padded]
-        project(d, pair[1], routing, is_lora_b=True, scale=scale, out=place, experts=experts)
-    return out
+    return [turned(pair[1], dtype) for pair in pairs if pair is not None]
 
 
 def _input_gradients(
