@@ -21,6 +21,7 @@ from pyggtrain.graph.inputs import Leaf
 from pyggtrain.graph.lowering import Kernel
 from pyggtrain.graph.mixtures import Mixture
 from pyggtrain.nn import HostStash, QuantLinear, run_layer
+from pyggtrain.ops.exact_linear import exact_linear
 from pyggtrain.ops.fused import Kept
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -368,9 +369,18 @@ def product_kernel(linear: QuantLinear, *, is_exact: bool = False) -> Kernel:
     """
 
     def kernel(frame: Frame, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if is_exact and residual is None and _takes_matrix_units(linear, x):
+            y_TN = exact_linear(x.flatten(0, 2), linear.weight.view(torch.float32))
+            return y_TN.reshape(*x.shape[:3], -1)
         x = in_full(x) if is_exact else frame.rounded(x)
         residual_TN = None if residual is None else residual.to(x.dtype).flatten(0, 2)
         y_TN = linear(x.flatten(0, 2), residual_TN=residual_TN)
         return y_TN.reshape(*x.shape[:3], -1)  # type: ignore[no-any-return]
 
     return kernel
+
+
+def _takes_matrix_units(linear: QuantLinear, x: torch.Tensor) -> bool:
+    """Whether a product in float32 can be one of bfloat16 parts."""
+    is_plain = linear.quant_type == "F32" and linear.lora is None and linear.bias is None
+    return is_plain and x.is_cuda and x.dtype == torch.bfloat16

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import triton
+import triton.language as tl
+from pyggtrain.kernels.adamw_8bit import adamw_8bit_kernel
 from pyggtrain.kernels.attention.backward import (
     BACKWARD_TILES,
     attention_bwd_dkv_kernel,
@@ -31,6 +33,7 @@ from pyggtrain.kernels.delta_gates import delta_gates_bwd_kernel, delta_gates_fw
 from pyggtrain.kernels.dequant import DECODERS
 from pyggtrain.kernels.dequant.kernel import decoder_of, dequantize_kernel
 from pyggtrain.kernels.dequant_matmul import dequant_matmul_bwd_kernel, dequant_matmul_fwd_kernel, sum_parts_kernel
+from pyggtrain.kernels.exact_matmul import exact_matmul_kernel
 from pyggtrain.kernels.expert_swiglu import expert_swiglu_bwd_kernel, expert_swiglu_fwd_kernel
 from pyggtrain.kernels.fp8 import column_maximum_kernel, quantize_columns_kernel, quantize_rows_kernel
 from pyggtrain.kernels.gated_delta_rule.backward import (
@@ -73,7 +76,7 @@ from triton.runtime.jit import JITFunction
 SM_90 = GPUTarget("cuda", 90, 32)
 FLOATS = (
     *("eps", "scale", "scale0", "scale1", "scale2", "sin_sign", "gradient_scale", "softmax_scale", "softcap"),
-    *("alpha", "offset", "limit"),
+    *("alpha", "offset", "limit", "step_size", "shrink", "beta1", "beta2", "root_correction2"),
 )
 # Row by row; tensor cores behind a pipeline; a decoder in front of them.
 QUICK = ("rms_norm_fwd_kernel", "grouped_matmul_kernel", "dequant_matmul_fwd_kernel")
@@ -122,6 +125,7 @@ def decoding(type: str) -> tuple[dict[str, Any], dict[str, str]]:
 def configurations() -> Iterator[Configuration]:
     """Every kernel."""
     yield from rows_and_loss()
+    yield from optimisers()
     yield from attention()
     yield from experts()
     yield from delta_nets()
@@ -141,6 +145,23 @@ def rows_and_loss() -> Iterator[Configuration]:
     yield configuration(cross_entropy_kernel, float32=("p_losses",), other={"p_targets": "*i64"}, V=9001, BV=4096)
     pairs = ("p_a0", "p_a1", "p_a2", "p_b0", "p_b1", "p_b2")
     yield configuration(lora_extend_kernel, float32=pairs, P=64, BK=128, BN=64, NUM_A_PROGRAMS=32)
+
+
+def optimisers() -> Iterator[Configuration]:
+    floats = (
+        "p_parameter",
+        "p_gradient",
+        "p_table_m",
+        "p_table_v",
+        "p_scale_m",
+        "p_scale_v",
+        "p_divisor",
+        "p_left_out",
+    )
+    for type in ("*u8", "*fp32"):
+        moments = {"p_m": type, "p_v": type}
+        sizes = {"IS_CODED": type == "*u8", "HAS_DIVISOR": True, "MAY_BE_LEFT_OUT": True, "BLOCK": 256, "BLOCKS": 4}
+        yield configuration(adamw_8bit_kernel, float32=floats, other=moments, **sizes)
 
 
 def attention() -> Iterator[Configuration]:
@@ -173,6 +194,10 @@ def experts() -> Iterator[Configuration]:
     for experts in (32, 1024):
         sizes = {"K": 8, "BE": experts, "BK": 8}
         yield configuration(top_k_kernel, float32=("p_x",), other=integers, options={"num_warps": 1}, **sizes)
+    for is_backward, rows in ((False, "*bf16"), (True, "*fp32")):
+        tile = {"BM": 64, "BN": 64, "BK": 64, "DOT": tl.bfloat16}
+        pointers = {"p_a": rows, "p_w": "*fp32", "p_y": "*bf16" if is_backward else "*fp32"}
+        yield configuration(exact_matmul_kernel, other=pointers, IS_BACKWARD=is_backward, **tile)
     yield configuration(combine_kernel, float32=("p_probs",), J=8, HAS_PROBS=True, HAS_RESIDUAL=True, BD=1024)
     yield configuration(expert_swiglu_fwd_kernel, BF=1024, HAS_LIMIT=True)
     probs = ("p_probs", "p_d_probs")
