@@ -165,19 +165,21 @@ SETTINGS = {
     "1x2048_experts_small": Setting(1, 2048, None, on_host, **_EXPERTS_ALONE | {"workspace_mib": 192}),
     "1x2048_moe20": Setting(1, 2048, 20, on_host, **_EXPERTS_ALONE | _PAGED | {"workspace_mib": 192}),
     "1x2048_gptoss": Setting(
-        *(1, 2048, 14, on_host_first(16)),
+        *(1, 2048, 14, on_host_first(20)),
         shape=gpt_oss_20b,
         r=8,
         target_modules=ATTENTION + EXPERTS,
-        workspace_mib=352,
+        workspace_mib=704,
         **_PAGED,
     ),
     "1x2048_delta": Setting(1, 2048, 130, all_kept, shape=qwen35moe_35b, r=4),
     "4x2048_delta": Setting(4, 2048, 130, all_kept, shape=qwen35moe_35b, r=4),
-    "1x2048_delta16": Setting(1, 2048, 16, on_host, shape=qwen35moe_35b_small, r=4, workspace_mib=256, **_PAGED),
-    "1x8192_delta20": Setting(1, 8192, 20, on_host_first(34), shape=qwen35moe_35b_small, r=4, **_PAGED),
-    "4x2048_delta24": Setting(4, 2048, 24, on_host_first(24), shape=qwen35moe_35b_small, r=4, **_PAGED),
-    "1x2048_delta122": Setting(1, 2048, 64, on_host, shape=qwen35moe_122b, r=4, workspace_mib=1536, **_PAGED),
+    "1x2048_delta16": Setting(
+        1, 2048, 16, on_host_first(38), shape=qwen35moe_35b_small, r=4, workspace_mib=256, **_PAGED
+    ),
+    "1x8192_delta20": Setting(1, 8192, 20, on_host_first(32), shape=qwen35moe_35b_small, r=4, **_PAGED),
+    "4x2048_delta24": Setting(4, 2048, 24, on_host_first(22), shape=qwen35moe_35b_small, r=4, **_PAGED),
+    "1x2048_delta122": Setting(1, 2048, 64, all_kept, shape=qwen35moe_122b, r=4, workspace_mib=1536, **_PAGED),
     # A layer's time for all 60; the whole file (148 GiB) fits no card.
     "1x2048_delta397": Setting(
         1, 2048, None, all_kept, shape=qwen35moe_397b, layers=4, r=4, workspace_mib=1536, **_PAGED
