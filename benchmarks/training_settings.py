@@ -32,10 +32,14 @@ def on_host(layers: int) -> list[Kept]:
     return [Kept(on_host=True)] * layers
 
 
-def on_host_but(gate_up: int, weights: int = 0) -> KeptOf:
-    """All on the host, but gate and up of the last layers kept, and decoded weights of fewer."""
+def on_host_but(gate_up: int, weights: int = 0, on_card: int = 0) -> KeptOf:
+    """All on the host; but gate and up, decoded weights, and activations on the card of so many last layers."""
     return lambda layers: [
-        Kept(on_host=True, gate_up=layer >= layers - gate_up, weights=layer >= layers - weights)
+        Kept(
+            gate_up=layer >= layers - gate_up,
+            weights=layer >= layers - weights,
+            on_host=layer < layers - on_card,
+        )
         for layer in range(layers)
     ]
 
@@ -144,10 +148,10 @@ _PAGED: dict[str, Any] = {"optim": "paged_adamw_8bit"}
 
 SETTINGS = {
     "4x2048_8gib": Setting(4, 2048, 7.8, on_host_but(2)),
-    "4x2048_24gib": Setting(4, 2048, 24, on_host_but(32, weights=6)),
-    "4x2048_36gib": Setting(4, 2048, 36, on_host_but(32, weights=31), head_parts=1),
-    "1x2048_6gib": Setting(1, 2048, 6.3, on_host),
-    "1x2048_13gib": Setting(1, 2048, 13.3, on_host_but(32, weights=8)),
+    "4x2048_24gib": Setting(4, 2048, 24, on_host_but(32, on_card=8)),
+    "4x2048_36gib": Setting(4, 2048, 36, on_host_but(32, weights=14, on_card=22), head_parts=1),
+    "1x2048_6gib": Setting(1, 2048, 6.3, on_host_but(0, on_card=3)),
+    "1x2048_13gib": Setting(1, 2048, 13.3, on_host_but(32, weights=3, on_card=32)),
     "1x8192_8gib": Setting(1, 8192, 7.8, on_host_but(2)),
     "1x80k_24gib": Setting(1, 80 * 1024, 24, inputs_on_host),
     "4x2048_8gib_fp8": Setting(4, 2048, 7.8, on_host, compute="fp8"),

@@ -17,7 +17,16 @@ from pyggtrain.ops import workspace
 from pyggtrain.ops.fused import Kept
 from pyggtrain.training import gpu_memory
 from pyggtrain.training.config import TrainConfig
-from pyggtrain.training.gpu_memory import FusedSizes, RehearsedOnGpu, StepSizes, fitting, fused_peak, plan_fused
+from pyggtrain.training.gpu_memory import (
+    FusedSizes,
+    RehearsedOnGpu,
+    StepSizes,
+    fitting,
+    fused_peak,
+    fused_settings,
+    kept_on_host,
+    plan_fused,
+)
 from pyggtrain.training.memory import MemoryPlan, join_free_device_memory
 from pyggtrain.training.rehearse import ADAPTER, BASE, Rehearsal
 
@@ -30,8 +39,9 @@ def step_of(num_tokens: int) -> StepSizes:
     return StepSizes(num_tokens, num_tokens, resident=WEIGHTS + 12 * PARAMETERS, gradients=4 * PARAMETERS)
 
 
-def on_host(gate_up: int, weights: int = 0) -> list[Kept]:
-    return [Kept(True, layer >= 32 - gate_up, layer >= 32 - weights, on_host=True) for layer in range(32)]
+def on_host(gate_up: int, weights: int = 0, on_card: int = 0) -> list[Kept]:
+    """All but what so many last layers have on the card."""
+    return [Kept(True, layer >= 32 - gate_up, layer >= 32 - weights, layer < 32 - on_card) for layer in range(32)]
 
 
 def on_card(gate_up: int) -> list[Kept]:
@@ -65,6 +75,18 @@ def test_prediction_is_within_5_percent_of_what_was_measured(
 ) -> None:
     predicted = fused_peak(LLAMA_8B, kept, step_of(num_tokens))
     assert predicted / GIB == pytest.approx(measured, rel=0.05)
+
+
+# The same card, 4 x 2048 tokens, head decoded as a whole: GiB given out at most.
+@pytest.mark.parametrize(("weights", "on_card", "measured"), [(20, 14, 33.41), (14, 22, 33.17)])
+def test_activations_on_the_card_in_place_of_weights_change_the_peak_as_measured(
+    weights: int, on_card: int, measured: float
+) -> None:
+    workspace.set_limit_bytes(2 * 4096 * 128256, "cuda")
+    without, predicted = (
+        fused_peak(LLAMA_8B, kept, step_of(8192)) / GIB for kept in (on_host(32, 31), on_host(32, weights, on_card))
+    )
+    assert predicted - without == pytest.approx(measured - 34.03, abs=0.05)
 
 
 @pytest.fixture
@@ -113,6 +135,28 @@ def test_rehearsal_agrees_with_the_formula_and_with_what_was_measured(llama_8b: 
         assert rehearsed / GIB == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize("on_card", [1, 8, 31, 32])
+def test_a_layer_on_the_card_costs_what_the_rehearsal_says(on_card: int, llama_8b: Rehearsal) -> None:
+    row, step = [0] * 2048, step_of(8192)
+
+    def rehearsed(kept: list[Kept]) -> int:
+        return sum(RehearsedOnGpu(llama_8b, kept).parts("matmuls", [(row, row)] * 4).values())
+
+    none, some = on_host(32), on_host(32, 0, on_card)
+    costs = fused_peak(LLAMA_8B, some, step) - fused_peak(LLAMA_8B, none, step)
+    assert costs == pytest.approx(rehearsed(some) - rehearsed(none), abs=2 * MIB)
+    # The last layer of those on the host never leaves the card.
+    assert costs == pytest.approx(min(on_card, 31) * 1.01 * 288 * MIB, abs=2 * MIB)
+    sent = RehearsedOnGpu(llama_8b, some).host_bytes("matmuls", [(row, row)] * 4)
+    assert sent == kept_on_host(LLAMA_8B, some, 8192) == (32 - on_card) * 288 * MIB
+
+
+def numbers(kept: list[Kept]) -> tuple[int, int, int]:
+    """Of how many layers gate and up, decoded weights, and activations on the card are kept."""
+    return sum(one.gate_up for one in kept), sum(one.weights for one in kept), sum(not one.on_host for one in kept)
+
+
 @pytest.mark.parametrize("limit_gib", [6.9, 7.8, 12, 24, 30])
 def test_choice_fits_and_more_memory_keeps_more(limit_gib: float) -> None:
     step = step_of(8192)
@@ -121,7 +165,65 @@ def test_choice_fits_and_more_memory_keeps_more(limit_gib: float) -> None:
     assert fused_peak(LLAMA_8B, kept, step) <= limit_gib * GIB
     more = fitting(LLAMA_8B, int((limit_gib + 4) * GIB), step)
     assert more is not None
-    assert sum(one.gate_up + one.weights for one in more) > sum(one.gate_up + one.weights for one in kept)
+    assert sum(numbers(more)) > sum(numbers(kept))
+
+
+@pytest.mark.parametrize("num_tokens", [2048, 8192, 80 * 1024])
+@pytest.mark.parametrize("limit_gib", [6.3, 7.8, 10, 13.3, 24, 30, 36, 48])
+def test_gate_up_come_first_then_activations_on_the_card_then_weights(num_tokens: int, limit_gib: float) -> None:
+    step = step_of(num_tokens)
+    kept = fitting(LLAMA_8B, int(limit_gib * GIB), step)
+    if kept is None or not kept[0].attention:
+        assert fused_peak(LLAMA_8B, on_host(0), step) > limit_gib * GIB
+        return
+    gate_up, weights, on_card = numbers(kept)
+    assert kept == on_host(gate_up, weights, on_card)
+    # One more of a kind does not fit, even without what comes after it.
+    more = [(gate_up + 1, 0, 0), (gate_up, 0, on_card + 1), (gate_up, weights + 1, on_card)]
+    for number, one in zip((gate_up, on_card, weights), more, strict=True):
+        assert number == 32 or fused_peak(LLAMA_8B, on_host(*one), step) > limit_gib * GIB
+
+
+# Of pairs of runs on one H200, 4 and 1 x 2048 tokens: the faster first.
+@pytest.mark.parametrize(
+    ("faster", "slower"),
+    [
+        ((32, 14, 22), (32, 31, 0)),
+        ((32, 0, 8), (32, 6, 0)),
+        ((32, 6, 0), (28, 0, 14)),
+        ((32, 3, 32), (32, 5, 20)),
+        ((32, 5, 20), (32, 8, 0)),
+        ((0, 0, 3), (0, 0, 0)),
+    ],
+)
+def test_time_puts_settings_in_the_order_that_was_measured(
+    faster: tuple[int, int, int], slower: tuple[int, int, int]
+) -> None:
+    assert gpu_memory._time(on_host(*faster)) < gpu_memory._time(on_host(*slower))
+
+
+def test_a_plan_tells_how_many_layers_use_the_host() -> None:
+    config = TrainConfig(
+        model="m.gguf",
+        data=("d.jsonl",),
+        output="a.gguf",
+        max_memory="24GiB",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+    )
+    row = [0] * 2048
+    settings = fused_settings(
+        LLAMA_8B, config, lambda size: [(row, row)] * size, base=WEIGHTS, num_parameters=PARAMETERS, free=None
+    )
+    (setting,) = settings
+    assert setting.fits and setting.kept is not None
+    on_card = numbers(setting.kept)[2]
+    assert 0 < on_card < 32
+    assert setting.plan.policy == (
+        f"activations of the first {32 - on_card} layers on the host, of the rest on the card, "
+        "gate and up of 32 of 32 layers kept, weights of 0"
+    )
+    assert setting.plan.host_bytes == (32 - on_card) * 288 * MIB
 
 
 def test_choice_by_size() -> None:
@@ -131,10 +233,11 @@ def test_choice_by_size() -> None:
         return fitting(LLAMA_8B, int(limit_gib * GIB), step)
 
     assert choose(5) is None
-    leanest, small, large = choose(6.9), choose(24), choose(80)
-    assert leanest is not None and small is not None and large is not None
+    leanest, small, middle, large = choose(6.9), choose(24), choose(34), choose(80)
+    assert leanest is not None and small is not None and middle is not None and large is not None
     assert leanest[0] == Kept(attention=False, on_host=True)
-    assert all(one.on_host and one.gate_up for one in small)
+    assert small == on_host(32, 0, 10)
+    assert middle == on_host(32, 10, 32)
     assert all(one == Kept(gate_up=True, weights=True) for one in large)
 
 
