@@ -148,8 +148,8 @@ _PAGED: dict[str, Any] = {"optim": "paged_adamw_8bit"}
 
 SETTINGS = {
     "4x2048_8gib": Setting(4, 2048, 7.8, on_host_but(2)),
-    "4x2048_24gib": Setting(4, 2048, 24, on_host_but(32, on_card=8)),
-    "4x2048_36gib": Setting(4, 2048, 36, on_host_but(32, weights=14, on_card=22), head_parts=1),
+    "4x2048_24gib": Setting(4, 2048, 24, on_host_but(32, on_card=10)),
+    "4x2048_36gib": Setting(4, 2048, 36, on_host_but(32, weights=13, on_card=29), head_parts=1),
     "1x2048_6gib": Setting(1, 2048, 6.3, on_host_but(0, on_card=3)),
     "1x2048_13gib": Setting(1, 2048, 13.3, on_host_but(32, weights=3, on_card=32)),
     "1x8192_8gib": Setting(1, 8192, 7.8, on_host_but(2)),
