@@ -19,16 +19,17 @@ from pyggtrain.training.processes import Processes, join_processes
 # One interpreter imports torch and forks the processes of all runs, which come as lines of JSON: otherwise importing
 # would be most of the time. Optimisers import torch._dynamo.
 FORK = """
-import importlib.util, json, os, signal, sys, time, traceback
+import json, os, signal, sys, time, traceback
+from array import array
 from pathlib import Path
 import torch, torch._dynamo, torch.distributed
+from pyggtrain.data.examples import Example
 from pyggtrain.errors import PyggtrainError
 from pyggtrain.training.interrupts import TrainingInterrupted
 from pyggtrain.training.processes import join_processes
 torch.set_num_threads(1)
-spec = importlib.util.spec_from_file_location("test_trainer", sys.argv[1])
-tests = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tests)
+sys.path.append(sys.argv[1])
+from tiny_trainer import make_pairs, make_rows, make_trainer, weights
 model_path = sys.argv[2]
 
 def run(rank, folder, scenario, settings):
@@ -38,15 +39,15 @@ def run(rank, folder, scenario, settings):
         raise PyggtrainError("rank 1 cannot read its data")
     if scenario == "differ" and rank == 1:
         settings["learning_rate"] = 0.5
-    rows = tests.make_rows(settings.pop("num_rows", 11))
+    rows = make_rows(settings.pop("num_rows", 11))
     if settings.pop("masks_last", False):
         last = rows[-1]
-        rows[-1] = tests.Example(last.input_ids, tests.array("i", [-100] * last.num_tokens), last.source)
+        rows[-1] = Example(last.input_ids, array("i", [-100] * last.num_tokens), last.source)
     num_held_out = settings.pop("num_held_out", 0)
-    held_out = tests.make_rows(num_held_out, seed=8)
+    held_out = make_rows(num_held_out, seed=8)
     if settings.pop("pairs", False):
-        rows, held_out = tests.make_pairs(len(rows)), tests.make_pairs(num_held_out)
-    trainer = tests.make_trainer(model_path, folder, rows=rows, held_out=held_out, processes=processes, **settings)
+        rows, held_out = make_pairs(len(rows)), make_pairs(num_held_out)
+    trainer = make_trainer(model_path, folder, rows=rows, held_out=held_out, processes=processes, **settings)
     # Where the model is split, the last process alone computes losses, and all of them run layers.
     model, name = trainer.objective.model, "run_own_layers" if is_split else "loss"
     compute, calls = getattr(model, name), iter(range(1, 10_000))
@@ -63,7 +64,7 @@ def run(rank, folder, scenario, settings):
         return compute(*arguments)
     setattr(model, name, counted)
     summary = trainer.run()
-    torch.save({"weights": tests.weights(trainer), "eval_loss": summary.eval_loss}, folder / f"{rank}.pt")
+    torch.save({"weights": weights(trainer), "eval_loss": summary.eval_loss}, folder / f"{rank}.pt")
 
 def start(rank, count, port, folder, scenario, settings):
     child = os.fork()
@@ -126,8 +127,7 @@ def fork_server(tiny_llama_path):
 
 
 def serve_forks(model: Path) -> Iterator[subprocess.Popen]:
-    script = str(Path(__file__).with_name("test_trainer.py"))
-    command = [sys.executable, "-c", FORK, script, str(model)]
+    command = [sys.executable, "-c", FORK, str(Path(__file__).parent), str(model)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         yield server
         server.stdin.close()

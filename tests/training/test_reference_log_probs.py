@@ -1,21 +1,14 @@
 """DPO's reference computed once is the one that is computed in each step, and is computed once."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from tiny_trainer import make_pairs, make_trainer, weights
 
 from pyggtrain.cache_folder import cache_folder
 from pyggtrain.errors import ConfigError, DataError
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.metrics import read_metrics
-
-_spec = importlib.util.spec_from_file_location("test_trainer", Path(__file__).with_name("test_trainer.py"))
-tests = importlib.util.module_from_spec(_spec)
-sys.modules["test_trainer"] = tests
-_spec.loader.exec_module(tests)
+from pyggtrain.training.reference_log_probs import ReferenceModel
 
 DPO = {"method": "dpo", "max_steps": 4, "lora_dropout": 0.1}
 
@@ -31,7 +24,7 @@ def losses(trainer) -> list[dict[str, float]]:
 
 
 def test_losses_are_those_of_a_reference_in_each_step(tiny_llama_path, tmp_path):
-    pairs, held_out = tests.make_pairs(9), tests.make_pairs(3)
+    pairs, held_out = make_pairs(9), make_pairs(3)
     found = []
     for name, settings in (
         ("each", {}),
@@ -40,41 +33,41 @@ def test_losses_are_those_of_a_reference_in_each_step(tiny_llama_path, tmp_path)
     ):
         folder = tmp_path / name.replace("again", "once")
         folder.mkdir(exist_ok=True)
-        trainer = tests.make_trainer(tiny_llama_path, folder, rows=pairs, held_out=held_out, **DPO, **settings)
+        trainer = make_trainer(tiny_llama_path, folder, rows=pairs, held_out=held_out, **DPO, **settings)
         calls = []
         compute = trainer.objective._model.log_probs
         trainer.objective._model.log_probs = lambda batch, calls=calls, compute=compute: (
             calls.append(1) or compute(batch)
         )
         trainer.run()
-        found.append((losses(trainer), len(calls), tests.weights(trainer)))
-    (each, num_each, _), (once, num_once, weights), (again, num_again, weights_again) = found
+        found.append((losses(trainer), len(calls), weights(trainer)))
+    (each, num_each, _), (once, num_once, weights_once), (again, num_again, weights_again) = found
     assert num_each == 2 * num_once == 2 * num_again
     for one, other in zip(each, once, strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
     # From the cache come the same bits.
-    assert again == once and torch.equal(weights, weights_again)
+    assert again == once and torch.equal(weights_once, weights_again)
     assert len(list((cache_folder() / "reference").glob("*.npy"))) == 2
 
 
 def test_what_is_cached_is_read_and_not_computed(tiny_llama_path, tmp_path, monkeypatch):
-    pairs = tests.make_pairs(5)
+    pairs = make_pairs(5)
     settings = {**DPO, "precompute_ref_log_probs": True}
-    first = tests.make_trainer(tiny_llama_path, tmp_path, rows=pairs, **settings)
+    first = make_trainer(tiny_llama_path, tmp_path, rows=pairs, **settings)
     reference = [row.reference for row in first.batches._rows]
-    monkeypatch.setattr(tests.ReferenceModel, "_computed", lambda *arguments: pytest.fail("computed again"))
-    again = tests.make_trainer(tiny_llama_path, tmp_path, rows=pairs, **settings)
+    monkeypatch.setattr(ReferenceModel, "_computed", lambda *arguments: pytest.fail("computed again"))
+    again = make_trainer(tiny_llama_path, tmp_path, rows=pairs, **settings)
     assert [row.reference for row in again.batches._rows] == reference
     with pytest.raises(pytest.fail.Exception):
-        tests.make_trainer(tiny_llama_path, tmp_path, rows=tests.make_pairs(6), **settings)
+        make_trainer(tiny_llama_path, tmp_path, rows=make_pairs(6), **settings)
 
 
 def test_damage_in_the_cache_is_told_and_mended(tiny_llama_path, tmp_path, caplog):
-    settings = {**DPO, "precompute_ref_log_probs": True, "rows": tests.make_pairs(5)}
-    first = tests.make_trainer(tiny_llama_path, tmp_path, **settings)
+    settings = {**DPO, "precompute_ref_log_probs": True, "rows": make_pairs(5)}
+    first = make_trainer(tiny_llama_path, tmp_path, **settings)
     (path,) = (path for path in (cache_folder() / "reference").glob("*.npy") if path.stat().st_size > 150)
     path.write_bytes(b"not an array")
-    again = tests.make_trainer(tiny_llama_path, tmp_path, **settings)
+    again = make_trainer(tiny_llama_path, tmp_path, **settings)
     assert "is damaged" in caplog.text
     assert [row.reference for row in again.batches._rows] == [row.reference for row in first.batches._rows]
 
@@ -83,7 +76,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(tiny_llama_path, tmp_path, m
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PYGGTRAIN_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(DataError, match="cannot be written.*PYGGTRAIN_CACHE_DIR"):
-        tests.make_trainer(tiny_llama_path, tmp_path, rows=tests.make_pairs(3), **DPO, precompute_ref_log_probs=True)
+        make_trainer(tiny_llama_path, tmp_path, rows=make_pairs(3), **DPO, precompute_ref_log_probs=True)
 
 
 def test_only_dpo_has_a_reference():

@@ -14,16 +14,15 @@ from pyggtrain.training.metrics import read_metrics
 
 # One interpreter imports torch and forks a child for each life of a run: importing would be most of the time otherwise.
 FORK = """
-import importlib.util, json, os, resource, signal, sys, threading, time, traceback
+import json, os, resource, signal, sys, threading, time, traceback
 from pathlib import Path
 import torch, torch._dynamo
 from pyggtrain.errors import PyggtrainError
 from pyggtrain.training import trackers
 from pyggtrain.training.interrupts import TrainingInterrupted
 torch.set_num_threads(1)
-spec = importlib.util.spec_from_file_location("test_trainer", sys.argv[1])
-tests = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tests)
+sys.path.append(sys.argv[1])
+from tiny_trainer import ROWS, make_trainer, weights
 model = sys.argv[2]
 
 def at_call(owner, name, call, act, after=False):
@@ -74,10 +73,10 @@ for line in sys.stdin:
     code = 1
     try:
         resume = (folder / "a.gguf.checkpoint").exists()
-        trainer = tests.make_trainer(model, folder, held_out=tests.ROWS[:3], resume=resume, **settings)
+        trainer = make_trainer(model, folder, held_out=ROWS[:3], resume=resume, **settings)
         arrange(trainer, kind, when)
         summary = trainer.run()
-        torch.save({"weights": tests.weights(trainer), "eval_loss": summary.eval_loss}, folder / "end.pt")
+        torch.save({"weights": weights(trainer), "eval_loss": summary.eval_loss}, folder / "end.pt")
         code = 0
     except TrainingInterrupted:
         code = 130
@@ -117,7 +116,7 @@ ENDS = {
 @pytest.fixture(scope="module")
 def live(tiny_llama_path):
     """(folder, kind of end, when) -> exit code of one life of a run."""
-    command = [sys.executable, "-c", FORK, str(Path(__file__).with_name("test_trainer.py")), str(tiny_llama_path)]
+    command = [sys.executable, "-c", FORK, str(Path(__file__).parent), str(tiny_llama_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
 
         def life(folder: Path, kind: str, when: int) -> int:
