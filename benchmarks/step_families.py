@@ -32,7 +32,7 @@ _PATTERNS = {
 }
 FAMILIES = (*_PATTERNS, OTHER)
 # In half precision only the router's logits are products of float32: SIMT kernels, or those whose every letter says so.
-_FLOAT32_PRODUCT = re.compile(r"sgemm|gemm_f32f32_f32f32_f32|s1688")
+_FLOAT32_PRODUCT = re.compile(r"exact_matmul_|sgemm|gemm_f32f32_f32f32_f32|s1688")
 FLOAT32_PRODUCTS = "float32 products"
 _RANGE = re.compile(r"(Optimizer\.\w+|ProfilerStep)#")
 
