@@ -99,7 +99,13 @@ def shapes_of(tiny: Tiny, layer: int) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def write_delta(tiny: Tiny, path: Path) -> Path:
+def write_delta(tiny: Tiny, path: Path, gain: float = 1.0) -> Path:
+    """Write a random file.
+
+    Args:
+        gain: size of what a matrix gives for numbers of size 1. At 1 a layer moves what passes it by its own size, and
+            rounding grows from layer to layer as it does in no trained model.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def tensor(name: str, shape: tuple[int, ...]) -> QuantTensor:
@@ -111,7 +117,7 @@ def write_delta(tiny: Tiny, path: Path) -> Path:
         elif "conv1d" in name:
             values = values * 0.5
         elif name != "token_embd.weight":
-            values = values / shape[-1] ** 0.5
+            values = values * gain / shape[-1] ** 0.5
         return quantize_tensor(name, values, "F32")
 
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, WIDTH), "output_norm.weight": (WIDTH,)}
