@@ -9,10 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-OTHER = "other"
+OTHER, FLOAT32_PRODUCTS = "other", "float32 products"
 # Family -> pattern of kernel names. The first that is found counts, so what is special stands first.
 _PATTERNS = {
-    # fused AdamW, norms and clearing of all gradients are torch's multi-tensor kernels; 8-bit ones bitsandbytes'
+    # In half precision only a router's: our own, SIMT kernels, or those whose every letter says so.
+    FLOAT32_PRODUCTS: r"exact_matmul_|sgemm|gemm_f32f32_f32f32_f32|s1688",
+    # fused AdamW, norms and clearing of all gradients are torch's multi-tensor kernels
     "optimiser": r"multi_tensor_apply|lpnorm|[Aa]dam|[Oo]ptimizer",
     "delta rule": r"delta_rule_|delta_gates_",
     "convolution": r"causal_conv1d_|conv_depthwise|conv1d",
@@ -31,16 +33,11 @@ _PATTERNS = {
     "copies": r"^Mem(cpy|set)|[Cc]opy|CatArray|FillFunctor|[Gg]ather|[Ii]ndex",
 }
 FAMILIES = (*_PATTERNS, OTHER)
-# In half precision only the router's logits are products of float32: SIMT kernels, or those whose every letter says so.
-_FLOAT32_PRODUCT = re.compile(r"exact_matmul_|sgemm|gemm_f32f32_f32f32_f32|s1688")
-FLOAT32_PRODUCTS = "float32 products"
 _RANGE = re.compile(r"(Optimizer\.\w+|ProfilerStep)#")
 
 
 def family_of(name: str) -> str:
-    """One of `FAMILIES` or `FLOAT32_PRODUCTS`, for the name of a kernel."""
-    if _FLOAT32_PRODUCT.search(name):
-        return FLOAT32_PRODUCTS
+    """One of `FAMILIES`, for the name of a kernel."""
     return next((family for family, pattern in _PATTERNS.items() if re.search(pattern, name)), OTHER)
 
 

@@ -38,6 +38,8 @@ NAMES = {
     "cross_entropy_kernel": "loss",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., FusedAdamMathFunctor<float>>": "optimiser",
     "void kOptimizerStatic8bit2StateBlockwise<float, 3, 256, 1>(...)": "optimiser",
+    "adamw_8bit_kernel": "optimiser",
+    "exact_matmul_kernel": FLOAT32_PRODUCTS,
     "Memcpy HtoD (Pinned -> Device)": "copies",
     "Memset (Device)": "copies",
     "copy_columns_kernel": "copies",
