@@ -13,6 +13,7 @@ from pyggtrain.nn.model import Model, SplittableModel, activation_dtype, why_unt
 from pyggtrain.nn.quant_linear import LoraPair, QuantLinear
 from pyggtrain.nn.rms_norm import RMSNorm
 from pyggtrain.nn.rope import RopeSettings, RopeTableCache, YarnSettings
+from pyggtrain.nn.whole_layer import run_whole
 
 __all__ = [
     "GPU_POLICIES",
@@ -43,5 +44,6 @@ __all__ = [
     "kept_by",
     "pinned_bytes",
     "run_layer",
+    "run_whole",
     "why_untrainable",
 ]

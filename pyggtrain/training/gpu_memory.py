@@ -46,6 +46,9 @@ _SLACK = 1.01
 # first two estimated from the settings of docs/performance.md, the last from its share of the products; only the order
 # counts.
 _GATE_UP_TIME, _WEIGHTS_TIME, _ATTENTION_TIME = 0.13, 0.02, 0.06
+# That of computing layers again as a whole: the feed-forward half once more, one and a half times gate and up.
+# Estimated.
+_HALVES_TIME = 0.2
 # Time that activations of all layers take to the host and back, though copies run beside the products. Least squares
 # over six pairs of runs on an H200 (Llama-3.1-8B, 4 and 1 x 2048 tokens, 6.3 to 36 GiB; activations of 3 to 32 layers
 # on the card against none, up to 17 decoded weights given up for them at the price above) say 2.3 %; single runs vary
@@ -54,7 +57,7 @@ _HOST_TIME = 0.02
 # The libraries' workspaces, and tensors that are not named here; fitted to the same eight settings.
 _FIXED = 160 << 20
 GRAPH = "CUDA graph"
-_LEANEST = Kept(attention=False, on_host=True)
+_LEANEST = Kept(attention=False, on_host=True, halves=False)
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,16 @@ class StepSizes:
 
 
 def _saved(sizes: FusedSizes, one: Kept, num_tokens: int) -> tuple[list[int], list[int]]:
-    """Bytes of each tensor that an attention half and a feed-forward half save, beside gate and up and weights."""
+    """Bytes of each tensor that an attention half and a feed-forward half save, beside gate and up and weights; of a
+    layer that is computed again as a whole, those of its input.
+    """
     x = sizes.width * _HALF
     low_rank = [padding * _HALF for padding in sizes.paddings]
     # q, k and v in one tensor, attention's output, and its sums in float32.
     of_attention = [sizes.qkv * _HALF, sizes.attention * _HALF, sizes.num_heads * 4] if one.attention else []
     attention, feed_forward = [x, *low_rank[:2], *of_attention], [x, *low_rank[2:]]
+    if not one.halves:
+        attention, feed_forward = [x], []
     return [num_tokens * size for size in attention], [num_tokens * size for size in feed_forward]
 
 
@@ -164,20 +171,25 @@ def fused_peak(sizes: FusedSizes, kept: Sequence[Kept], step: StepSizes) -> int:
     for one in kept:
         attention, feed_forward = _saved(sizes, one, t)
         if one.on_host:
-            moving = sum(filter(goes_to_host, attention + feed_forward))
+            # Of whole layers two are under way, each with one tensor.
+            moving = sum(filter(goes_to_host, attention + feed_forward)) * (1 if one.halves else 2)
         on_the_way.append(moving)
         staying = [
             sum(size for size in saved if not (one.on_host and goes_to_host(size)))
             for saved in (attention, feed_forward)
         ]
-        staying[0] += w_qkv + w_output if one.weights else 0
-        staying[1] += (w_gate_up + w_down if one.weights else 0) + (t * gate_up if one.gate_up else 0)
+        if one.halves:
+            staying[0] += w_qkv + w_output if one.weights else 0
+            staying[1] += (w_gate_up + w_down if one.weights else 0) + (t * gate_up if one.gate_up else 0)
         kept_bytes.append(sum(staying))
         of_feed_forward.append(staying[1])
     total = sum(kept_bytes)
     # Backward of attention: dy, d_h, gradients of q, k, v, and in the library that of q once more in float32.
     attending = t * (d + sizes.attention * (_HALF + 4) + sizes.qkv * _HALF)
     computed_again = t * (sizes.qkv + sizes.attention) * _HALF + t * sizes.num_heads * 4
+    # What halves of a layer that is computed again as a whole keep until their backward, which follows.
+    again = [sum(saved) for saved in _saved(sizes, Kept(), t)]
+    again[0] -= t * d
     # Loss: rows of the head's input, those with a target and their gradient; logits of a chunk; a decoded part of the
     # head; a chunk's gradient in float32, twice.
     rows = workspace.rows_per_chunk(sizes.num_vocab, sizes.width, torch.bfloat16, "cuda")
@@ -189,18 +201,23 @@ def fused_peak(sizes: FusedSizes, kept: Sequence[Kept], step: StepSizes) -> int:
     for index in reversed(range(sizes.num_layers)):
         one = kept[index]
         share = step.gradients * (sizes.num_layers - index) // sizes.num_layers
-        decoded = 0 if one.weights else w_gate_up + w_down
+        keeps_weights = one.halves and one.weights
+        decoded = 0 if keeps_weights else w_gate_up + w_down
         # Backward of the feed-forward half, the largest unless tokens are many: norm(x) and dz beside their low-rank
         # products, the gradients of norm(x) and of the activation; dz and dx whole.
         working = part * ((d + p[2] * _HALF) + (d + p[3] * _HALF) + d + sizes.ff * _HALF) + 2 * t * d
-        working += 0 if one.gate_up else part * gate_up
+        working += 0 if one.halves and one.gate_up else part * gate_up
         if sizes.is_fp8:
             # Gradients of gate and up, and their weight, rounded to a byte each.
             working += part * gate_up // _HALF + w_gate_up // _HALF
         there = step.resident + total - done + share + on_the_way[index]
-        peak = max(peak, there + decoded + working)
+        peak = max(peak, there + decoded + working + (0 if one.halves else sum(again)))
         # Then that of attention, whose output's weight is there.
-        working = attending + (0 if one.attention else computed_again) + (0 if one.weights else w_output)
+        working = attending + (0 if keeps_weights else w_output)
+        if not one.halves:
+            working += again[0]
+        elif not one.attention:
+            working += computed_again
         peak = max(peak, there - of_feed_forward[index] + working)
         done += kept_bytes[index]
     return int(peak * _SLACK) + _FIXED
@@ -212,7 +229,8 @@ def fitting(sizes: FusedSizes, limit: int, step: StepSizes, host: int | None = N
     Computing gate and up again costs the most time for its memory, copies to the host and back, beside the products,
     cost less, decoding weights again the least. So memory goes to gate and up of as many layers as it bears, then to
     activations on the card instead of the host, then to weights; last layers first. What the host has no room for is on
-    the card in any case.
+    the card in any case. If that is not enough, the inputs of halves are kept alone, and at last of as few first layers
+    as can be only the layers' own: half as much of the host.
 
     Args:
         sizes: of the model.
@@ -222,27 +240,36 @@ def fitting(sizes: FusedSizes, limit: int, step: StepSizes, host: int | None = N
     """
     count = sizes.num_layers
 
-    def choice(attention: bool, gate_up: int, on_card: int, weights: int) -> list[Kept]:
+    def choice(kind: tuple[bool, int], gate_up: int, on_card: int, weights: int) -> list[Kept]:
+        attention, halves = kind
         return [
-            Kept(attention, layer >= count - gate_up, layer >= count - weights, layer < count - on_card)
+            Kept(
+                attention,
+                gate_up=layer >= count - gate_up,
+                weights=layer >= count - weights,
+                on_host=layer < count - on_card,
+                halves=layer >= count - halves,
+            )
             for layer in range(count)
         ]
 
-    def fits(attention: bool, gate_up: int = 0, on_card: int = 0, weights: int = 0) -> bool:
-        return fused_peak(sizes, choice(attention, gate_up, on_card, weights), step) <= limit
+    def fits(kind: tuple[bool, int], gate_up: int, on_card: int, weights: int = 0) -> bool:
+        return fused_peak(sizes, choice(kind, gate_up, on_card, weights), step) <= limit
 
     numbers = range(count + 1)
-    for attention in (True, False):
+    # Whether attention's tensors are kept, and of how many layers the inputs of both halves.
+    for kind in ((True, count), *((False, halves) for halves in reversed(numbers))):
         least = next(
             number
             for number in numbers
-            if host is None or kept_on_host(sizes, choice(attention, 0, number, 0), step.num_tokens) <= host
+            if host is None or kept_on_host(sizes, choice(kind, 0, number, 0), step.num_tokens) <= host
         )
-        if fits(attention, 0, least):
-            gate_up = max(number for number in numbers if fits(attention, number, least))
-            on_card = max(number for number in numbers[least:] if fits(attention, gate_up, number))
-            weights = max(number for number in numbers if fits(attention, gate_up, on_card, number))
-            return choice(attention, gate_up, on_card, weights)
+        if fits(kind, 0, least):
+            of_halves = numbers[: kind[1] + 1]
+            gate_up = max(number for number in of_halves if fits(kind, number, least))
+            on_card = max(number for number in numbers[least:] if fits(kind, gate_up, number))
+            weights = max(number for number in of_halves if fits(kind, gate_up, on_card, number))
+            return choice(kind, gate_up, on_card, weights)
     return None
 
 
@@ -420,12 +447,15 @@ def _described(kept: Sequence[Kept]) -> str:
     if len(set(kept)) == 1 and (one := kept[0]) in _NAMES:
         return _NAMES[one]
     gate_up, weights = sum(one.gate_up for one in kept), sum(one.weights for one in kept)
-    on_host = sum(one.on_host for one in kept)
+    on_host, whole = sum(one.on_host for one in kept), sum(not one.halves for one in kept)
     where = "on the host" if on_host else "on the card"
     if 0 < on_host < len(kept):
         where = f"of the first {on_host} layers on the host, of the rest on the card"
     what = "activations" if kept[0].attention else "inputs"
-    return f"{what} {where}, gate and up of {gate_up} of {len(kept)} layers kept, weights of {weights}"
+    if whole == len(kept):
+        return f"inputs of layers {where}, all else computed again"
+    again = f", {whole} of {len(kept)} layers computed again as a whole" if whole else ""
+    return f"{what} {where}{again}, gate and up of {gate_up} of {len(kept)} layers kept, weights of {weights}"
 
 
 _NAMES = {kept_by(policy, 1)[0]: policy for policy in GPU_POLICIES}
@@ -437,6 +467,7 @@ def _time(kept: Sequence[Kept]) -> float:
         _GATE_UP_TIME * (not one.gate_up)
         + _WEIGHTS_TIME * (not one.weights)
         + _ATTENTION_TIME * (not one.attention)
+        + _HALVES_TIME * (not one.halves)
         + _HOST_TIME * one.on_host
         for one in kept
     )

@@ -36,6 +36,8 @@ GIB, MIB = 2**30, 2**20
 LLAMA_8B = FusedSizes(4096, 14336, 6144, 4096, 32, (64, 64, 64, 64), 128256, 32)
 WEIGHTS, PARAMETERS = int(4.58 * GIB), 41_943_040
 
+WHOLE = Kept(attention=False, on_host=True, halves=False)
+
 
 def step_of(num_tokens: int) -> StepSizes:
     return StepSizes(num_tokens, num_tokens, resident=WEIGHTS + 12 * PARAMETERS, gradients=4 * PARAMETERS)
@@ -231,7 +233,7 @@ def test_a_plan_tells_how_many_layers_use_the_host() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 @pytest.mark.parametrize("num_tokens", [32768, 350_000])
-@pytest.mark.parametrize("kept", [Kept(on_host=True), Kept(attention=False, on_host=True)], ids=str)
+@pytest.mark.parametrize("kept", [Kept(on_host=True), Kept(attention=False, on_host=True), WHOLE], ids=str)
 def test_long_contexts_take_of_card_and_host_what_the_rehearsal_says(
     num_tokens: int, kept: Kept, llama_8b: Rehearsal
 ) -> None:
@@ -270,6 +272,38 @@ def test_where_card_and_host_are_small_the_leaner_kind_is_taken() -> None:
     assert not any(one.attention for one in kept)
     assert kept_on_host(LLAMA_8B, kept, 8192) <= 4.01 * GIB
     assert of_host(7.8, 1) is None
+
+
+def test_at_last_the_inputs_of_as_few_first_layers_as_can_be_are_alone() -> None:
+    # Each half's input is 64 MiB, on the card or on the host.
+    for host_gib in (2, 3):
+        kept = of_host(7.3, host_gib)
+        assert kept is not None
+        whole = sum(not one.halves for one in kept)
+        assert 0 < whole <= 32 and kept[0] == WHOLE
+        assert all(one.halves == (layer >= whole) for layer, one in enumerate(kept))
+        assert kept_on_host(LLAMA_8B, kept, 8192) <= host_gib * GIB
+        assert fused_peak(LLAMA_8B, kept, step_of(8192)) <= 7.3 * GIB
+        # One less does not fit both, however many layers use the host.
+        for number in range(33):
+            fewer = [Kept(False, on_host=layer < number, halves=layer >= whole - 1) for layer in range(32)]
+            on_card, waiting = fused_peak(LLAMA_8B, fewer, step_of(8192)), kept_on_host(LLAMA_8B, fewer, 8192)
+            assert on_card > 7.3 * GIB or waiting > host_gib * GIB
+    assert gpu_memory._time([WHOLE] * 32) > gpu_memory._time([replace(WHOLE, halves=True)] * 32)
+    assert gpu_memory._described([WHOLE] * 32) == "inputs of layers on the host, all else computed again"
+    assert gpu_memory._described([WHOLE] + [replace(WHOLE, halves=True)] * 31) == (
+        "inputs on the host, 1 of 32 layers computed again as a whole, gate and up of 0 of 32 layers kept, weights of 0"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_whole_layers_of_every_place_cost_what_the_rehearsal_says(llama_8b: Rehearsal) -> None:
+    on_the_card, least = replace(WHOLE, on_host=False), Kept(attention=False)
+    for kept in ([on_the_card] * 32, [WHOLE] * 10 + [on_the_card] * 10 + [least] * 12, [WHOLE] * 20 + [Kept()] * 12):
+        need, documents = RehearsedOnGpu(llama_8b, kept), [([0] * 8192,) * 2]
+        rehearsed = sum(need.parts("matmuls", documents).values())
+        assert fused_peak(LLAMA_8B, kept, step_of(8192)) == pytest.approx(rehearsed, rel=0.03)
+        assert need.host_bytes("matmuls", documents) == kept_on_host(LLAMA_8B, kept, 8192)
 
 
 def long_settings(host_free: int | None, **changes: Any) -> list[FusedSetting]:
