@@ -125,7 +125,8 @@ def described(setting: Setting, kept: Sequence[Kept]) -> dict[str, object]:
         "target_modules": setting.target_modules,
         "optim": setting.optim,
         "kept": {
-            name: sum(getattr(one, name) for one in kept) for name in ("attention", "gate_up", "weights", "on_host")
+            name: sum(getattr(one, name) for one in kept)
+            for name in ("attention", "gate_up", "weights", "on_host", "halves")
         },
         "workspace_mib": setting.workspace_bytes >> 20,
         "cap_gib": setting.max_gib,

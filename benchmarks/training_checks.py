@@ -47,7 +47,12 @@ def check(family: str, compute: str, device: torch.device, folder: Path) -> dict
         def make(dtype: torch.dtype, products: str) -> Model:
             model = Llama(file, device=device, dtype=dtype, compute=products)  # type: ignore[arg-type]
             if dtype == half:
-                model.kept = [Kept(), Kept(gate_up=True), Kept(on_host=True), Kept(on_host=True, weights=True)]
+                model.kept = [
+                    Kept(halves=False),
+                    Kept(gate_up=True, weights=True),
+                    Kept(on_host=True),
+                    Kept(on_host=True, halves=False),
+                ]
             return model
     else:
         shape = qwen3moe_30b(1)

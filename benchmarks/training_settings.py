@@ -62,11 +62,17 @@ def inputs_on_host(layers: int) -> list[Kept]:
     return [Kept(attention=False, on_host=True)] * layers
 
 
+def inputs_of_layers_on_host(layers: int) -> list[Kept]:
+    """Of no half: layers are computed again as a whole."""
+    return [Kept(attention=False, on_host=True, halves=False)] * layers
+
+
 KEPT: dict[str, KeptOf] = {
     "all": all_kept,
     "all_on_host": on_host,
     "inputs": inputs,
     "inputs_on_host": inputs_on_host,
+    "inputs_of_layers_on_host": inputs_of_layers_on_host,
 }
 """What a person may choose in place of a setting's own."""
 
@@ -154,6 +160,7 @@ SETTINGS = {
     "1x2048_13gib": Setting(1, 2048, 13.3, on_host_but(32, weights=3, on_card=32)),
     "1x8192_8gib": Setting(1, 8192, 7.8, on_host_but(2)),
     "1x80k_24gib": Setting(1, 80 * 1024, 24, inputs_on_host),
+    "1x350k_80gib": Setting(1, 350_000, 80, inputs_of_layers_on_host),
     "4x2048_8gib_fp8": Setting(4, 2048, 7.8, on_host, compute="fp8"),
     "4x2048_24gib_fp8": Setting(4, 2048, 24, on_host_but(32), compute="fp8"),
     "4x2048_24gib_fp16": Setting(4, 2048, 24, on_host_but(32, weights=6), compute="fp16"),

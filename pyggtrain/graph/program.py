@@ -20,7 +20,7 @@ from pyggtrain.graph.half import Half
 from pyggtrain.graph.inputs import Leaf
 from pyggtrain.graph.lowering import Kernel
 from pyggtrain.graph.mixtures import Mixture
-from pyggtrain.nn import HostStash, QuantLinear, run_layer
+from pyggtrain.nn import HostStash, QuantLinear, run_layer, run_whole
 from pyggtrain.ops.exact_linear import exact_linear
 from pyggtrain.ops.fused import Kept
 
@@ -166,17 +166,18 @@ class Region(nn.Module):
             frame: the run.
             policy, is_random: what parts that do not run fused keep, see `nn.run_layer`.
             kept, stash: what halves that run fused keep, and where all parts keep what they do; None: nothing runs
-                fused, and what is kept stays.
+                fused, and what is kept stays. Without `kept.halves` a layer of which any part does not run fused keeps
+                the inputs of its halves.
         """
+        if kept is not None and not kept.halves:
+            if all(self._can_fuse(part, frame) for part in self.parts):
+                return run_whole(partial(self, frame=frame), *values, stash=stash)  # type: ignore[no-any-return]
+            kept = Kept(attention=False, on_host=kept.on_host)
         known = dict(zip(self.inputs, (x if x.dim() == 4 else x[None, None] for x in values), strict=True))
         has_halves = any(part.half is not None for part in self.parts)
         for part, dead in zip(self.parts, self._dead, strict=True):
             inputs = [known[index] for index in part.inputs]
-            if (
-                kept is not None
-                and part.half is not None
-                and part.half.modules.can_fuse(frame.dtype, frame.rows.device)
-            ):
+            if kept is not None and part.half is not None and self._can_fuse(part, frame):
                 known[part.half.result] = part.fused(*inputs, frame=frame, kept=kept, stash=stash)
             else:
                 # What single operations start from waits where halves keep theirs.
@@ -189,6 +190,10 @@ class Region(nn.Module):
         outputs = (known[output] for output in self.outputs)
         results = tuple(x.flatten(0, 2) if x.shape[:2] == (1, 1) else x for x in outputs)
         return results[0] if len(results) == 1 else results
+
+    @staticmethod
+    def _can_fuse(part: Part, frame: Frame) -> bool:
+        return part.half is not None and part.half.modules.can_fuse(frame.dtype, frame.rows.device)
 
     def run(self, frame: Frame, known: dict[int, torch.Tensor]) -> Iterator[tuple[Step, torch.Tensor]]:
         """Each step with its value, none fused; `known` holds the inputs and keeps every value."""

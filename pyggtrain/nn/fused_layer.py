@@ -14,6 +14,7 @@ import torch
 
 from pyggtrain.nn.host_stash import HostStash
 from pyggtrain.nn.quant_linear import QuantLinear
+from pyggtrain.nn.whole_layer import run_whole
 from pyggtrain.ops.attention import PLAIN, Documents, Variant
 from pyggtrain.ops.fused import (
     AttentionBlock,
@@ -254,6 +255,9 @@ class FusedLayer:
         stash: HostStash | None = None,
     ) -> torch.Tensor:
         """The layer's output [T, D]; arguments as for `AttentionHalf`."""
+        if not kept.halves:
+            y_TD: torch.Tensor = run_whole(lambda x_TD, kept: self(x_TD, tables, documents, kept), x_TD, stash=stash)
+            return y_TD
         return self.feed_forward(self.attention(x_TD, tables, documents, kept, stash), kept, stash)
 
 

@@ -21,6 +21,16 @@ _MIN_BYTES = 4 << 20
 _MAX_BEHIND = 2
 
 
+def goes_to_host(num_bytes: int) -> bool:
+    """Whether a saved tensor of so many bytes is sent."""
+    return num_bytes >= _MIN_BYTES
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """What a pinned tensor takes of the host: torch's allocator rounds each up to a power of two."""
+    return 1 << max(0, num_bytes - 1).bit_length()
+
+
 # Storage, offset, number of elements, dtype and version: equal for two tensors of the same values.
 _Memory = tuple[int, int, int, torch.dtype, int]
 
@@ -111,8 +121,8 @@ class HostStash:
         self._parts.append(_Part(is_half))
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Use:
-            is_large = tensor.device.type == self.device.type and tensor.numel() * tensor.itemsize >= _MIN_BYTES
-            return self._save(tensor, index) if is_large else tensor
+            is_large = goes_to_host(tensor.numel() * tensor.itemsize)
+            return self._save(tensor, index) if is_large and tensor.device.type == self.device.type else tensor
 
         def unpack(packed: torch.Tensor | _Use) -> torch.Tensor:
             return self._take(packed, index) if isinstance(packed, _Use) else packed

@@ -6,10 +6,11 @@ On a CPU the need is not estimated by a formula: the run's own first steps are r
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,8 @@ from pyggtrain.training.config import TrainConfig, size_in_bytes
 from pyggtrain.training.objectives import Document, Objective
 from pyggtrain.training.optimizers import PAGED, device_bytes, host_bytes
 from pyggtrain.training.rehearse import ACTIVATIONS, ADAPTER, BASE, GRADIENTS, OPTIMISER, Rehearsal
+
+logger = logging.getLogger(__name__)
 
 # glibc's malloc.h, and the largest threshold that it takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -60,6 +63,7 @@ class MemoryPlan:
         free_bytes: free memory of the device when it was planned, on a GPU beside base and adapter; None if the system
             does not tell.
         host_bytes: what waits in the host's memory while a GPU computes.
+        host_free_bytes: free memory of the host of a GPU; None: not known.
         can_page: gradients and the optimiser's state are on a GPU, and could wait on the host.
         degree: how sure the numbers are, as words before them: "at most" where they are upper bounds (see
             `training.memory_bound`), "at least" where a part is not known.
@@ -74,6 +78,7 @@ class MemoryPlan:
     free_bytes: int | None
     degree: str = "about"
     host_bytes: int = 0
+    host_free_bytes: int | None = None
     can_page: bool = False
 
     @property
@@ -97,23 +102,48 @@ class MemoryPlan:
         return max(0, over_limit, over_free)
 
     @property
+    def missing_on_host_bytes(self) -> int:
+        """The same of the host's memory."""
+        return 0 if self.host_free_bytes is None else max(0, self.host_bytes - int(USABLE * self.host_free_bytes))
+
+    @property
     def fits(self) -> bool:
-        """Whether it stays below the limit and within the free memory."""
-        return self.missing_bytes == 0
+        """Whether it stays below the limit and within the free memory, the host's too."""
+        return self.missing_bytes == self.missing_on_host_bytes == 0
+
+    def shortage(self) -> str:
+        """What is missing, as a part of a sentence."""
+        missing = [mib(self.missing_bytes)] if self.missing_bytes else []
+        if self.missing_on_host_bytes:
+            missing.append(f"{mib(self.missing_on_host_bytes)} on the host")
+        return " and ".join(missing)
 
     def need(self) -> str:
         """What the longest micro-batch takes, as a sentence without its end."""
         return (
             f"A micro-batch of {self.num_tokens} tokens needs {self.degree} {mib(self.new_bytes)} "
-            f"({mib(self.total_bytes)} in all) with gradient_checkpointing={self.policy}"
+            f"({mib(self.total_bytes)} in all{self._on_host()}) with gradient_checkpointing={self.policy}"
         )
+
+    def _on_host(self) -> str:
+        return f", and {mib(self.host_bytes)} on the host" if self.host_bytes else ""
 
     def bounds(self) -> str:
         """What it may take, as a part of a sentence."""
         beside = "" if self.device_type == "cpu" else " beside base and adapter"
         free = "" if self.free_bytes is None else f"free are {mib(self.free_bytes)}{beside}"
         limit = "" if self.limit_bytes is None else f"max_memory is {mib(self.limit_bytes)}"
-        return ", ".join(filter(None, (free, limit)))
+        host = "" if self.host_free_bytes is None else f"free on the host are {mib(self.host_free_bytes)}"
+        return ", ".join(filter(None, (free, limit, host)))
+
+    def warning(self) -> str:
+        """What a person should know before a run whose host alone has too little."""
+        return (
+            f"What waits on the host takes {self.degree} {mib(self.host_bytes)}, and "
+            f"{mib(self.host_free_bytes or 0)} are free there. Some virtual machines get memory only as it is used; if "
+            "this one does not, the run will be stopped by the system. Lower max_seq_length or "
+            "per_device_train_batch_size then."
+        )
 
     def advice(self) -> str:
         """What to lower when that is too much."""
@@ -122,6 +152,19 @@ class MemoryPlan:
         if self.can_page and paged > _MUCH * self.total_bytes:
             other += f", or set optim to paged_adamw_8bit: gradients and optimiser take {mib(paged)}"
         return f"Lower per_device_train_batch_size, max_seq_length or r{other}."
+
+
+def fastest_of(plans: Iterable[MemoryPlan]) -> MemoryPlan | None:
+    """The first of some plans that fits. Where the host alone has too little for any, the one that needs least of it,
+    because that need not be true: some virtual machines get memory only as it is used. None: none fits.
+    """
+    of_host_alone = []
+    for plan in plans:
+        if plan.fits:
+            return plan
+        if not plan.missing_bytes:
+            of_host_alone.append(plan)
+    return min(of_host_alone, key=lambda plan: plan.host_bytes, default=None)
 
 
 class Need(Protocol):
@@ -273,6 +316,7 @@ class Planner:
         self._limit_bytes = None if config.max_memory is None else size_in_bytes(config.max_memory)
         free = free_memory_bytes(device)
         self._free_bytes = None if free is None else max(0, free - to_load)
+        self._host_free_bytes = host_free_bytes(device)
 
     @cached_property
     def settings(self) -> list[tuple[str, int]]:
@@ -297,22 +341,25 @@ class Planner:
                 limit_bytes=self._limit_bytes,
                 free_bytes=self._free_bytes,
                 host_bytes=self._need.host_bytes(policy, documents),
+                host_free_bytes=self._host_free_bytes,
                 can_page=self._device.type == "cuda" and self._config.optim not in PAGED,
             )
         return self._plans[key]
 
     def fastest(self) -> MemoryPlan | None:
-        """The fastest setting that fits, None if none does."""
-        return next((plan for setting in self.settings if (plan := self.plan(*setting)).fits), None)
+        """The fastest setting that fits, None if none does; see `fastest_of`."""
+        return fastest_of(self.plan(*setting) for setting in self.settings)
 
     def choose(self) -> MemoryPlan:
-        """The fastest setting that fits.
+        """The fastest setting that fits, with a warning if the host may have too little for it.
 
         Raises:
             UnsupportedError: none does; says what the leanest one needs and what to lower.
         """
         chosen = self.fastest()
         if chosen is not None:
+            if not chosen.fits:
+                logger.warning(chosen.warning())
             return chosen
         leanest = min((self.plan(*setting) for setting in self.settings), key=lambda plan: plan.missing_bytes)
         raise UnsupportedError(f"{leanest.need()}; {leanest.bounds()}. {leanest.advice()}")
@@ -417,8 +464,8 @@ def explained_out_of_memory(plan: MemoryPlan) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise UnsupportedError(f"Out of memory. {plan.need()}. {plan.advice()}") from error
     except RuntimeError as error:
-        # On the CPU torch has no class of its own for it.
-        if "can't allocate memory" not in str(error):
+        # On the CPU torch has no class of its own for it, nor for pinned memory that CUDA does not get from the host.
+        if not any(text in str(error) for text in ("can't allocate memory", "CUDA error: out of memory")):
             raise
         raise UnsupportedError(f"Out of memory. {plan.need()}. {plan.advice()}") from error
 
@@ -440,6 +487,14 @@ def free_memory_bytes(device: torch.device) -> int | None:
     except OSError:
         return available
     return available if limit == "max" else min(available, int(limit) - int(used))
+
+
+def host_free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a GPU's host; None for a CPU, whose memory is the device's own, and where the GPU is
+    not in this machine.
+    """
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    return free_memory_bytes(torch.device("cpu")) if is_here else None
 
 
 def mib(num_bytes: float) -> str:

@@ -15,7 +15,9 @@ from pyggtrain.training.memory import (
     MemoryPlan,
     Planner,
     RehearsedNeed,
+    fastest_of,
     free_memory_bytes,
+    host_free_bytes,
     mib,
     relative_time,
 )
@@ -36,7 +38,7 @@ class RunPlan:
         step_rows: rows of an optimiser step.
         plans: one for each setting.
         times: expected time of a token in each; only the order counts.
-        chosen: the fastest that fits, None if none does.
+        chosen: the fastest that fits (see `memory.fastest_of`), None if none does.
     """
 
     model: str
@@ -83,7 +85,7 @@ class RunPlan:
                 f"{plan.micro_batch_size} x {self.row_tokens}",
                 f"{time / fastest:.2f}",
                 mib(plan.total_bytes),
-                "yes" if plan.fits else f"no, {mib(plan.missing_bytes)} short",
+                "yes" if plan.fits else f"no, short of {plan.shortage()}",
                 "<- chosen" if plan is self.chosen else "",
             ]
             for plan, time in zip(self.plans, self.times, strict=True)
@@ -96,11 +98,13 @@ class RunPlan:
         if self.chosen is None:
             assert up is not None
             return f"Nothing fits: {up.need()}; {up.bounds()}. {up.advice()}"
+        if not self.chosen.fits:
+            return f"Nothing fits the host. {self.chosen.warning()}"
         if up is None:
             return "The fastest setting fits."
         return (
             f"Next step up: gradient_checkpointing={up.policy} with {up.micro_batch_size} rows needs "
-            f"{mib(up.total_bytes)}, {mib(up.missing_bytes)} more than there is."
+            f"{mib(up.total_bytes)}, {up.shortage()} more than there is."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,6 +122,7 @@ class RunPlan:
                 "total_bytes": plan.total_bytes,
                 "missing_bytes": plan.missing_bytes,
                 "host_bytes": plan.host_bytes,
+                "missing_on_host_bytes": plan.missing_on_host_bytes,
                 "relative_time": round(times[id(plan)], 3),
             }
 
@@ -126,6 +131,7 @@ class RunPlan:
             "num_parameters": self.num_parameters,
             "limit_bytes": self.plans[0].limit_bytes,
             "free_bytes": self.plans[0].free_bytes,
+            "host_free_bytes": self.plans[0].host_free_bytes,
             "settings": [described(plan) for plan in self.plans],
             "chosen": None if self.chosen is None else described(self.chosen),
         }
@@ -186,8 +192,9 @@ def _of_fused(
         base=rehearsal.base_bytes,
         num_parameters=rehearsal.num_parameters,
         free=None if free is None else max(0, free - _to_load(rehearsal)),
+        host_free=host_free_bytes(device),
     )
-    return [(one.plan, one.time) for one in settings], next((one.plan for one in settings if one.fits), None)
+    return [(one.plan, one.time) for one in settings], fastest_of(one.plan for one in settings)
 
 
 def _of_any(

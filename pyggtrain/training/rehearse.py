@@ -17,7 +17,7 @@ import torch
 from pyggtrain import models
 from pyggtrain.adapters.lora import LoraAdapter, LoraConfig, attach
 from pyggtrain.gguf import GGUFFile
-from pyggtrain.nn import Batch, Model
+from pyggtrain.nn import Batch, Model, pinned_bytes
 from pyggtrain.ops import gpu_rehearsal, rehearsal, workspace
 from pyggtrain.ops.fused import Kept
 from pyggtrain.training.config import TrainConfig
@@ -46,7 +46,7 @@ class Trace:
         parts: what each is for.
         events: n >= 0: buffer n is made; -1 - n: it is given back.
         captured: the events of forward and backward in the last step, (first, end), where these run as a CUDA graph.
-        sent_bytes: copied from a GPU to the host in a step, to wait there.
+        sent_bytes: what the host holds of what is copied there from a GPU in a step, to wait.
     """
 
     sizes: Sequence[int]
@@ -202,7 +202,8 @@ class Rehearsal:
         self._device = gpu_rehearsal.GPU if self._is_on_gpu else device
         self._tape = Tape(_GPU_GRANULE if self._is_on_gpu else 1)
         self._last = self._tape
-        self._sent_bytes = 0
+        # Bytes of each copy to the host, by where it goes.
+        self._sent: dict[int, list[int]] = {}
         self.paths = file.paths
         self.base_bytes = sum(tensor.num_bytes for tensor in file.tensors.values())
         header = self._header = GGUFFile.open(file.path)
@@ -272,7 +273,7 @@ class Rehearsal:
                 optimizer.pages.room = lambda device: 0
             if can_capture:
                 optimizer.graphs = StepGraphs(self.model, self._parameters, optimizer.pages)
-            before, self._sent_bytes = len(tape.events), 0
+            before, self._sent = len(tape.events), {}
             optimizer.step(
                 self.objective,
                 [batch],
@@ -300,7 +301,7 @@ class Rehearsal:
             given_back = {-1 - event for event in step if event < 0}
             num_kept = sum(event >= 0 and event not in given_back for event in step[:end])
             captured = len(events), len(events) + end - num_kept
-        return Trace(tape.sizes, tape.parts, [*events, *later], captured, self._sent_bytes)
+        return Trace(tape.sizes, tape.parts, [*events, *later], captured, self._sent_bytes())
 
     @contextmanager
     def _gradients_named(self, tape: Tape) -> Iterator[None]:
@@ -315,8 +316,12 @@ class Rehearsal:
             for hook in hooks:
                 hook.remove()
 
-    def _sent(self, num_bytes: int) -> None:
-        self._sent_bytes += num_bytes
+    def _note_sent(self, num_bytes: int, place: int) -> None:
+        self._sent.setdefault(place, []).append(num_bytes)
+
+    def _sent_bytes(self) -> int:
+        # What goes alone has a pinned tensor of its own; many share a slab (`training.paging`).
+        return sum(pinned_bytes(sent[0]) if len(sent) == 1 else sum(sent) for sent in self._sent.values())
 
     @contextmanager
     def _on_stage(self, tape: Tape) -> Iterator[None]:
@@ -326,7 +331,7 @@ class Rehearsal:
         log.setLevel(logging.ERROR)
         try:
             if self._is_on_gpu:
-                with gpu_rehearsal.gpu_rehearsal(tape.made, self._sent):
+                with gpu_rehearsal.gpu_rehearsal(tape.made, self._note_sent):
                     yield
             else:
                 with rehearsal.rehearsal(tape.made):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from pyggtrain.adapters.lora import LoraConfig, attach
 from pyggtrain.graph.halves import Half
 from pyggtrain.graph.ir import Graph
 from pyggtrain.graph.model import ImportedModel
-from pyggtrain.nn import POLICIES, AttentionHalf, FeedForwardHalf
+from pyggtrain.nn import POLICIES, AttentionHalf, FeedForwardHalf, HostStash
 from pyggtrain.ops.fused import Kept, cpu_attention_block, cpu_feed_forward
 
 
@@ -37,7 +38,9 @@ def _halves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_halves_of_a_gpu")
-@pytest.mark.parametrize("kept", [Kept(), Kept(attention=False), Kept(gate_up=True, weights=True)], ids=str)
+@pytest.mark.parametrize(
+    "kept", [Kept(), Kept(attention=False), Kept(gate_up=True, weights=True), Kept(halves=False)], ids=str
+)
 def test_a_gpus_layers_give_the_loss_and_gradients_of_the_graph(path: Path, kept: Kept) -> None:
     model, plain = loaded(path, "gpu"), loaded(path, None)
     found = trained(model, kept=[kept, Kept()])
@@ -45,6 +48,25 @@ def test_a_gpus_layers_give_the_loss_and_gradients_of_the_graph(path: Path, kept
     wanted = trained(plain)
     assert not plain.is_fused and not plain.fused_layers
     assert_equal(found, wanted)
+
+
+@pytest.mark.usefixtures("_halves_of_a_gpu")
+def test_of_a_whole_layer_its_input_alone_goes_to_the_host(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyggtrain.nn.host_stash._MIN_BYTES", 1)
+    sent: list[torch.Tensor] = []
+    send = HostStash._send
+
+    def noted(self: HostStash, tensor: torch.Tensor, memory: Any) -> Any:
+        sent.append(tensor)
+        return send(self, tensor, memory)
+
+    monkeypatch.setattr(HostStash, "_send", noted)
+    model = loaded(path, "gpu")
+    found = trained(model, kept=[Kept(on_host=True, halves=False)] * 2)
+    assert_equal(found, trained(loaded(path, None)))
+    width = model.fused_layers[0].attention.output.shape[0]
+    assert [tuple(x.shape) for x in sent] == [(24, width)] * 2
+    assert all(not part.entries or part.is_half for part in model._stash._parts)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

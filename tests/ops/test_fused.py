@@ -104,8 +104,8 @@ def compare(device: torch.device, halves: str) -> Callable[..., None]:
 
 @pytest.mark.parametrize(
     "kept",
-    [Kept(), Kept(gate_up=True), Kept(attention=False), Kept(gate_up=True, weights=True)],
-    ids=["matmuls", "none", "layers", "weights too"],
+    [Kept(), Kept(gate_up=True), Kept(attention=False), Kept(gate_up=True, weights=True), Kept(halves=False)],
+    ids=["matmuls", "none", "layers", "weights too", "whole layers"],
 )
 def test_values_and_gradients_are_those_of_single_operations(compare: Callable[..., None], kept: Kept) -> None:
     compare([0, 5, 14, 16], kept)

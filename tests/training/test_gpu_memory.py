@@ -1,6 +1,7 @@
 """The predicted peak of a fused step against what was measured on a GPU, and the choice of what to keep."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pyggtrain.ops.fused import Kept
 from pyggtrain.training import gpu_memory
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.gpu_memory import (
+    FusedSetting,
     FusedSizes,
     RehearsedOnGpu,
     StepSizes,
@@ -33,6 +35,8 @@ from pyggtrain.training.rehearse import ADAPTER, BASE, Rehearsal
 GIB, MIB = 2**30, 2**20
 LLAMA_8B = FusedSizes(4096, 14336, 6144, 4096, 32, (64, 64, 64, 64), 128256, 32)
 WEIGHTS, PARAMETERS = int(4.58 * GIB), 41_943_040
+
+WHOLE = Kept(attention=False, on_host=True, halves=False)
 
 
 def step_of(num_tokens: int) -> StepSizes:
@@ -149,7 +153,8 @@ def test_a_layer_on_the_card_costs_what_the_rehearsal_says(on_card: int, llama_8
     # The last layer of those on the host never leaves the card.
     assert costs == pytest.approx(min(on_card, 31) * 1.01 * 288 * MIB, abs=2 * MIB)
     sent = RehearsedOnGpu(llama_8b, some).host_bytes("matmuls", [(row, row)] * 4)
-    assert sent == kept_on_host(LLAMA_8B, some, 8192) == (32 - on_card) * 288 * MIB
+    # Of 96 MiB of q, k and v torch makes 128.
+    assert sent == kept_on_host(LLAMA_8B, some, 8192) == (32 - on_card) * 320 * MIB
 
 
 def numbers(kept: list[Kept]) -> tuple[int, int, int]:
@@ -216,14 +221,134 @@ def test_a_plan_tells_how_many_layers_use_the_host() -> None:
         LLAMA_8B, config, lambda size: [(row, row)] * size, base=WEIGHTS, num_parameters=PARAMETERS, free=None
     )
     (setting,) = settings
-    assert setting.fits and setting.kept is not None
+    assert setting.plan.fits and setting.kept is not None
     on_card = numbers(setting.kept)[2]
     assert 0 < on_card < 32
     assert setting.plan.policy == (
         f"activations of the first {32 - on_card} layers on the host, of the rest on the card, "
         "gate and up of 32 of 32 layers kept, weights of 0"
     )
-    assert setting.plan.host_bytes == (32 - on_card) * 288 * MIB
+    assert setting.plan.host_bytes == (32 - on_card) * 320 * MIB
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize("num_tokens", [32768, 350_000])
+@pytest.mark.parametrize("kept", [Kept(on_host=True), Kept(attention=False, on_host=True), WHOLE], ids=str)
+def test_long_contexts_take_of_card_and_host_what_the_rehearsal_says(
+    num_tokens: int, kept: Kept, llama_8b: Rehearsal
+) -> None:
+    need, documents = RehearsedOnGpu(llama_8b, [kept] * 32), [([0] * num_tokens,) * 2]
+    rehearsed = sum(need.parts("matmuls", documents).values())
+    # Attention's backward is the largest part of these, and more than the feed-forward half's by 8 GiB in the last.
+    assert fused_peak(LLAMA_8B, [kept] * 32, step_of(num_tokens)) == pytest.approx(rehearsed, rel=0.03)
+    # Low-rank products and attention's sums are large enough to go, too.
+    assert need.host_bytes("matmuls", documents) == kept_on_host(LLAMA_8B, [kept] * 32, num_tokens)
+
+
+def of_host(limit_gib: float, host_gib: float | None, num_tokens: int = 8192) -> list[Kept] | None:
+    host = None if host_gib is None else int(host_gib * GIB)
+    return fitting(LLAMA_8B, int(limit_gib * GIB), step_of(num_tokens), host)
+
+
+@pytest.mark.parametrize("limit_gib", [12, 24, 34])
+def test_what_the_host_has_no_room_for_stays_on_the_card(limit_gib: float) -> None:
+    assert of_host(limit_gib, None) == of_host(limit_gib, 10) == of_host(limit_gib, 32 * 320 / 1024)
+    # Room for 22 layers' 320 MiB, and not for one more.
+    kept = of_host(limit_gib, 23 * 320 / 1024 - 0.001)
+    assert kept is not None
+    gate_up, weights, on_card = numbers(kept)
+    assert kept == on_host(gate_up, weights, on_card) and on_card >= 10
+    if limit_gib == 12:
+        assert on_card == 10
+        assert fused_peak(LLAMA_8B, on_host(gate_up + 1, 0, 10), step_of(8192)) > limit_gib * GIB
+    assert of_host(limit_gib, 0) == of_host(limit_gib, 0.3)
+    assert all(not one.on_host for one in of_host(limit_gib, 0) or ())
+
+
+def test_where_card_and_host_are_small_the_leaner_kind_is_taken() -> None:
+    # On the host 32 times 128 MiB, not 320.
+    kept = of_host(7.8, 4.01)
+    assert kept is not None and kept[0] == Kept(attention=False, on_host=True) != kept[-1]
+    assert not any(one.attention for one in kept)
+    assert kept_on_host(LLAMA_8B, kept, 8192) <= 4.01 * GIB
+    assert of_host(7.8, 1) is None
+
+
+def test_at_last_the_inputs_of_as_few_first_layers_as_can_be_are_alone() -> None:
+    # Each half's input is 64 MiB, on the card or on the host.
+    for host_gib in (2, 3):
+        kept = of_host(7.3, host_gib)
+        assert kept is not None
+        whole = sum(not one.halves for one in kept)
+        assert 0 < whole <= 32 and kept[0] == WHOLE
+        assert all(one.halves == (layer >= whole) for layer, one in enumerate(kept))
+        assert kept_on_host(LLAMA_8B, kept, 8192) <= host_gib * GIB
+        assert fused_peak(LLAMA_8B, kept, step_of(8192)) <= 7.3 * GIB
+        # One less does not fit both, however many layers use the host.
+        for number in range(33):
+            fewer = [Kept(False, on_host=layer < number, halves=layer >= whole - 1) for layer in range(32)]
+            on_card, waiting = fused_peak(LLAMA_8B, fewer, step_of(8192)), kept_on_host(LLAMA_8B, fewer, 8192)
+            assert on_card > 7.3 * GIB or waiting > host_gib * GIB
+    assert gpu_memory._time([WHOLE] * 32) > gpu_memory._time([replace(WHOLE, halves=True)] * 32)
+    assert gpu_memory._described([WHOLE] * 32) == "inputs of layers on the host, all else computed again"
+    assert gpu_memory._described([WHOLE] + [replace(WHOLE, halves=True)] * 31) == (
+        "inputs on the host, 1 of 32 layers computed again as a whole, gate and up of 0 of 32 layers kept, weights of 0"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_whole_layers_of_every_place_cost_what_the_rehearsal_says(llama_8b: Rehearsal) -> None:
+    on_the_card, least = replace(WHOLE, on_host=False), Kept(attention=False)
+    for kept in ([on_the_card] * 32, [WHOLE] * 10 + [on_the_card] * 10 + [least] * 12, [WHOLE] * 20 + [Kept()] * 12):
+        need, documents = RehearsedOnGpu(llama_8b, kept), [([0] * 8192,) * 2]
+        rehearsed = sum(need.parts("matmuls", documents).values())
+        assert fused_peak(LLAMA_8B, kept, step_of(8192)) == pytest.approx(rehearsed, rel=0.03)
+        assert need.host_bytes("matmuls", documents) == kept_on_host(LLAMA_8B, kept, 8192)
+
+
+def long_settings(host_free: int | None, **changes: Any) -> list[FusedSetting]:
+    """Of a micro-batch of 350,000 tokens."""
+    row = [0] * 350_000
+    settings: dict[str, Any] = {"max_memory": "80GiB", "per_device_train_batch_size": 1, **changes}
+    config = TrainConfig(model="m.gguf", data=("d.jsonl",), output="a.gguf", **settings)
+    return fused_settings(
+        LLAMA_8B,
+        config,
+        lambda size: [(row, row)] * size,
+        base=WEIGHTS,
+        num_parameters=PARAMETERS,
+        free=None,
+        host_free=host_free,
+    )
+
+
+def test_a_host_too_small_for_all_is_used_least() -> None:
+    (without,) = long_settings(None)
+    (setting,) = long_settings(20 * GIB)
+    plan = setting.plan
+    assert setting.kept is not None and without.plan.fits
+    assert not plan.fits and plan.missing_bytes == 0
+    assert plan.missing_on_host_bytes == plan.host_bytes - 18 * GIB > 0
+    assert plan.host_bytes < without.plan.host_bytes
+    assert plan.shortage() == f"{plan.missing_on_host_bytes / MIB:,.0f} MiB on the host"
+    assert "free on the host are 20,480 MiB" in plan.bounds() and "on the host" in plan.need()
+    # One layer more on the card does not fit it.
+    first = sum(one.on_host for one in setting.kept)
+    more = [replace(one, on_host=index < first - 1) for index, one in enumerate(setting.kept)]
+    assert fused_peak(LLAMA_8B, more, replace(step_of(350_000), num_targets=349_999)) > 80 * GIB
+
+
+def test_moments_of_a_paged_optimiser_lie_on_the_host_too() -> None:
+    pytest.importorskip("bitsandbytes")
+    free = 1000 * GIB
+    (plain,), (paged,) = long_settings(free), long_settings(free, optim="paged_adamw_8bit")
+    assert plain.kept is not None and paged.kept is not None
+    num_host = [sum(one.on_host for one in setting.kept or ()) for setting in (plain, paged)]
+    assert num_host[0] == num_host[1]
+    assert paged.plan.host_bytes - plain.plan.host_bytes == 6 * PARAMETERS
+    enough = -(-10 * plain.plan.host_bytes // 9)
+    assert long_settings(enough)[0].kept == plain.kept
+    assert long_settings(enough, optim="paged_adamw_8bit")[0].kept != paged.kept
 
 
 def test_choice_by_size() -> None:
@@ -249,6 +374,20 @@ def loaded(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 * MIB)
     monkeypatch.setattr(gpu_memory, "free_memory_bytes", lambda device: 40 * GIB)
     return model
+
+
+def test_a_run_whose_host_may_have_too_little_is_warned_of_and_taken(
+    loaded: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu_memory, "host_free_bytes", lambda device: 2 * MIB)
+    monkeypatch.setattr("pyggtrain.nn.host_stash._MIN_BYTES", 1024)
+    plan, kept = planned(loaded)
+    assert plan.fits and not any(one.on_host for one in kept) and not caplog.records
+    plan, kept = planned(loaded, gradient_checkpointing="offload", per_device_train_batch_size=64)
+    assert all(one.on_host for one in kept) and plan.missing_on_host_bytes > 0 == plan.missing_bytes
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{plan.host_bytes / MIB:,.0f} MiB, and 2 MiB are free" in record.getMessage()
 
 
 def planned(model: Model, **settings: Any) -> tuple[MemoryPlan, list[Kept]]:

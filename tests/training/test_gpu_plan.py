@@ -88,6 +88,34 @@ def test_the_free_memory_of_a_card_counts(path: Path, monkeypatch: pytest.Monkey
     assert plan.chosen is None and "Nothing fits" in plan.verdict()
 
 
+def test_the_free_memory_of_the_host_of_a_card_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_mixture(tmp_path / "m.gguf", "qwen3moe")
+    settings: dict[str, Any] = {"per_device_train_batch_size": 1, "max_seq_length": 64}
+    monkeypatch.setattr("pyggtrain.nn.host_stash._MIN_BYTES", 1024)
+    unknown = planned(path, **settings)
+    assert unknown.plans[0].host_free_bytes is None and "on the host" not in unknown.facts()["device"]
+    needed = peak(unknown, "offload").host_bytes
+    assert needed > 0
+
+    def on_host_of(free: int, **more: Any) -> RunPlan:
+        for place in ("plan", "memory"):
+            monkeypatch.setattr(f"pyggtrain.training.{place}.host_free_bytes", lambda device: free)
+        return planned(path, **settings, **more)
+
+    for free, fits in ((2 * needed, True), (needed, False)):
+        plan = on_host_of(free)
+        offload = peak(plan, "offload")
+        assert offload.fits == fits and offload.missing_bytes == 0
+        assert offload.missing_on_host_bytes == (0 if fits else needed - int(0.9 * free))
+        assert plan.to_dict()["host_free_bytes"] == free
+        assert any("on the host" in row[4] for row in plan.setting_rows()) != fits
+        # Nothing waits there otherwise.
+        assert plan.chosen is not None and plan.chosen.policy == "none" and plan.chosen.fits
+    only = on_host_of(needed, gradient_checkpointing="offload")
+    assert only.chosen is only.plans[0] and not only.chosen.fits
+    assert "Nothing fits the host" in only.verdict() and "are free there" in only.verdict()
+
+
 def test_policies_of_a_mixture_are_compared(sparse_gguf: Callable[..., Path]) -> None:
     shape = qwen3moe_30b(2)
     plan = planned(sparse_gguf(shape.tensors, shape.metadata), max_seq_length=2048, max_memory="80GiB")

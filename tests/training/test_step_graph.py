@@ -224,7 +224,9 @@ def test_a_graph_waits_for_copies_that_nobody_fetches(tmp_path: Path, monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kept", [Kept(gate_up=True), Kept(attention=False), Kept(on_host=True)])
+@pytest.mark.parametrize(
+    "kept", [Kept(gate_up=True), Kept(attention=False), Kept(on_host=True), Kept(halves=False, on_host=True)]
+)
 def test_graphs_give_the_gradients_of_single_launches(
     tiny_llama_path: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,8 @@ class _FeedForwardFunction(torch.autograd.Function):
             dz_part = down.output_buffer(gate.shape[0])
             dz_part[:, :d_model] = dz[part]
             d_a = down.backward(dz_part)
-            _, _, a = swiglu_backward(d_a, gate, up, d_gate=gate, d_up=up, y=d_a)
+            # Not unpacked: a name for d_gate would keep this part of gate and up through the next.
+            a = swiglu_backward(d_a, gate, up, d_gate=gate, d_up=up, y=d_a)[2]
             down_gradients = add_gradients(down_gradients, down.pair_gradients(dz_part, a, low_rank_down[part]))
             del d_a, a, dz_part, gate, up
             d_normed = gate_up_weight.backward(gate_up)

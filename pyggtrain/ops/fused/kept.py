@@ -13,9 +13,12 @@ class Kept:
         gate_up: gate and up, 2 T F. Else computed again.
         weights: the layer's weights, decoded. Else they are decoded again.
         on_host: all that is kept (the halves' inputs too, gate_up and weights not) waits in pinned host memory.
+        halves: the inputs of both halves. Else only the layer's, T D, and backward computes the layer again as a whole
+            (`nn.whole_layer`): what is said of attention, gate_up and weights counts for nothing.
     """
 
     attention: bool = True
     gate_up: bool = False
     weights: bool = False
     on_host: bool = False
+    halves: bool = True
