@@ -21,6 +21,7 @@ class Made:
     def __init__(self) -> None:
         self.sizes: list[tuple[str, int]] = []
         self.sent = 0
+        self.places: set[int] = set()
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     def new(self, storage: torch.UntypedStorage, operation: str) -> None:
@@ -28,8 +29,9 @@ class Made:
             self._kept[storage._cdata] = storage
             self.sizes.append((operation, storage.nbytes()))
 
-    def send(self, num_bytes: int) -> None:
+    def send(self, num_bytes: int, place: int) -> None:
         self.sent += num_bytes
+        self.places.add(place)
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_the_hosts_memory_is_not_counted(made):
         there = pinned.to("cuda")
         assert there.is_cuda and made.sizes == [("", 2**20)]
         pinned.copy_(there)
-    assert made.sent == 2**20
+    assert made.sent == 2**20 and made.places == {pinned.untyped_storage()._cdata}
 
 
 def test_everything_is_as_before_afterwards(make_weight):
