@@ -6,7 +6,7 @@ The four products of one layer are made as training makes them: slices of expert
 spread at random, rank 8, sums in the order of the slots where they are combined. Processes compile all candidates side
 by side first; the card works for some seconds. A candidate whose error is far from the others' is wrong, however fast.
 A line's floor is the larger of two times: the slice's weights read at the card's copy bandwidth, and the products at
-`PEAK`. What wins goes into `MEASURED_TILES` of kernels/grouped_matmul.py.
+`PEAK`. What wins goes into `TILES` of kernels/grouped_matmul.py.
 """
 
 import argparse
@@ -24,7 +24,6 @@ import torch
 from measure import append_line, copy_bandwidth, environment, time_ms
 from pyggtrain.kernels.grouped_matmul import (
     LowRank,
-    ProductShape,
     Tiles,
     grouped_matmul_backward,
     grouped_matmul_forward,
@@ -100,10 +99,7 @@ class Product:
 
     @property
     def tiles_in_use(self) -> Tiles:
-        num_rows, num_columns = self.weight_shape
-        sizes = (num_columns, num_rows) if self.is_backward else (num_rows, num_columns)
-        rows = TOKENS * self.layer.chosen / self.layer.experts
-        return tiles_for(ProductShape(rows, self.num_parts, *sizes, self.slice, self.is_backward), torch.bfloat16)
+        return tiles_for(TOKENS * self.layer.chosen / self.layer.experts, torch.bfloat16)
 
     def floor_ms(self, bandwidth: float) -> float:
         num_rows, num_columns = self.weight_shape

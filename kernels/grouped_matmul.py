@@ -38,25 +38,6 @@ class Tiles:
     num_stages: int
 
 
-@dataclass(frozen=True)
-class ProductShape:
-    """What the best tiles depend on.
-
-    Attributes:
-        rows_per_expert: on average.
-        num_columns, num_terms: of the product with one part.
-        num_experts: in the slice.
-        is_backward: W is turned.
-    """
-
-    rows_per_expert: float
-    num_parts: int
-    num_columns: int
-    num_terms: int
-    num_experts: int
-    is_backward: bool
-
-
 @triton.jit
 def expert_tile(p_bounds, pid, first_expert, num_experts, BE: tl.constexpr, BM: tl.constexpr):
     """(expert counted from `first_expert`, first row, end of the expert's rows) of tile `pid`.
@@ -325,9 +306,7 @@ def _launch(
         )
     if out.numel() == 0:
         return
-    if tiles is None:
-        rows = routing.num_slots / routing.num_experts
-        tiles = tiles_for(ProductShape(rows, num_parts, num_out, num_terms, num_experts, is_backward), x.dtype)
+    tiles = tiles or tiles_for(routing.num_slots / routing.num_experts, x.dtype)
     num_column_tiles = num_sides * triton.cdiv(num_out, tiles.columns)
     num_programs = num_tiles(routing.num_slots, num_experts, tiles.rows) * num_column_tiles
     grouped_matmul_kernel[(num_programs,)](
@@ -460,20 +439,18 @@ def grouped_matmul_backward(
     return out
 
 
-def tiles_for(shape: ProductShape, dtype: torch.dtype) -> Tiles:
-    """The best tiles known."""
+def tiles_for(rows_per_expert: float, dtype: torch.dtype) -> Tiles:
+    """Tiles for so many rows of an expert on average."""
     if dtype == torch.float32:
         return FLOAT32_TILES
-    measured = MEASURED_TILES.get((shape.is_backward, shape.num_columns, shape.num_terms), TILES)
-    return next(tiles for limit, tiles in measured if shape.rows_per_expert <= limit)
+    return next(tiles for limit, tiles in TILES if rows_per_expert <= limit)
 
 
 FLOAT32_TILES = Tiles(32, 64, 32, 4, 2)
-# Up to so many rows of an expert; of three to eight tried on an H200 at 16, 64, 128 and 512.
-TILES: tuple[tuple[float, Tiles], ...] = (
+# Of three to eight tried on an H200 at 16, 64, 128 and 512 rows of an expert, and of 28 to 35 for each product of three
+# models' layers (benchmarks/expert_tiles.py): none gained more than 7 % there.
+TILES = (
     (48, Tiles(32, 128, 128, 4, 3)),
     (96, Tiles(128, 256, 64, 8, 3)),
     (float("inf"), Tiles(128, 256, 64, 8, 4)),
 )
-# By (is_backward, columns, terms): shapes of their own in benchmarks/expert_tiles.py.
-MEASURED_TILES: dict[tuple[bool, int, int], tuple[tuple[float, Tiles], ...]] = {}
