@@ -317,10 +317,9 @@ class Optimizer:
             self._optimizer.step()
         elif self.max_grad_norm > 0:
             # As torch clips.
-            factor = (self.max_grad_norm / (total_norm + 1e-6)).clamp(max=1.0) * page_factor
-            self.pages.update(factor=factor, beside=self._runs_beside)
+            self.pages.update(factor=(self.max_grad_norm / (total_norm + 1e-6)).clamp(max=1.0) * page_factor)
         else:
-            self.pages.update(factor=page_factor, beside=self._runs_beside)
+            self.pages.update(factor=page_factor)
 
     def _update_on_device(self, loss: torch.Tensor, total_norm: torch.Tensor, page_factor: float) -> None:
         """Update without waiting for the device."""

@@ -123,12 +123,17 @@ class _Run:
 
 @dataclass(eq=False)
 class _Window:
-    """Parameters of one group whose update is one step: their masters on the device, their gradients on the host."""
+    """Parameters of one group whose update is one step: their masters on the device, their gradients on the host.
+
+    Attributes:
+        updated: after the last update.
+    """
 
     group: dict[str, Any]
     members: list[_Member]
     masters: torch.Tensor
     gradients: torch.Tensor
+    updated: "torch.cuda.Event | None"
     runs: list[_Run] = field(default_factory=list)
 
 
@@ -145,7 +150,6 @@ class Pages:
     Attributes:
         norms: float32 [number of parameters], L2 norm of each gradient; 0 without one.
         written: indices of parameters that have a gradient.
-        num_windows: how many there are.
         room: device -> bytes that moments may take there for good; asked at the first update.
     """
 
@@ -167,10 +171,6 @@ class Pages:
         # In the order in which a step reads them: parameters come first to last.
         self._windows = sorted(self._make_windows(), key=lambda window: window.members[0].index)
         self._places = {member.parameter: (window, member) for window in self._windows for member in window.members}
-        self._numbers = {
-            member.parameter: number for number, window in enumerate(self._windows) for member in window.members
-        }
-        self._updated = [self._beside.lasting_mark() for _ in self._windows]
         take = _taking_for(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
@@ -195,10 +195,6 @@ class Pages:
             self._release()
         self._down.catch_up()
 
-    @property
-    def num_windows(self) -> int:
-        return len(self._windows)
-
     def update(self, *, factor: float | torch.Tensor = 1.0, beside: bool = False) -> None:
         """Take the optimiser's step, gradients multiplied by `factor` before.
 
@@ -222,7 +218,7 @@ class Pages:
         stands for the last update before each time that the graph runs.
         """
         if self._is_beside or self._beside.is_capturing:
-            self._beside.wait(self._updated[number])
+            self._beside.wait(self._windows[number].updated)
 
     def settle(self) -> None:
         """Let what is computed from now on come after all of the last update."""
@@ -232,7 +228,7 @@ class Pages:
 
     def number_of(self, parameter: torch.Tensor) -> int:
         """Of a parameter's window, in the order in which they are updated."""
-        return self._numbers[parameter]
+        return self._windows.index(self._places[parameter][0])
 
     def _update(self, factor: float | torch.Tensor) -> None:
         if not self._has_runs:
@@ -250,9 +246,8 @@ class Pages:
                     coming.append(self._fetch(windows[number + 1]))
                 self._optimizer.param_groups = [window.group]
                 self._step(window, coming.popleft(), factor)
-                updated = self._updated[self._numbers[window.members[0].parameter]]
-                if updated is not None:
-                    updated.record()
+                if window.updated is not None:
+                    window.updated.record()
         finally:
             self._optimizer.param_groups = groups
         self.join()
@@ -306,7 +301,8 @@ class Pages:
                 place.copy_(member.parameter)
                 member.parameter.data = place
         # Zero between members, for good: a block's scale is that of its largest number.
-        return _Window(group, members, masters, self._memory.like(masters).zero_())
+        gradients = self._memory.like(masters).zero_()
+        return _Window(group, members, masters, gradients, self._beside.lasting_mark())
 
     def _make_runs(self) -> None:
         """Find out which members are trained: those that have a gradient at the first update, or a state already."""

@@ -124,6 +124,9 @@ class StepGraphs:
         if captured is None:
             return self._run_at_once(batch, self._scale)
         self._graphs.move_to_end(key)
+        if self._pages is not None and not self._last_windows:
+            # No layer has waited.
+            self._pages.settle()
         self.has_replayed = True
         _overwrite(captured.batch, batch)
         captured.graph.replay()

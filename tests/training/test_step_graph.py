@@ -309,7 +309,7 @@ def test_an_update_beside_the_next_step_changes_nothing(
         }
         settings = TrainConfig(model="m", data=("d",), output="o", optim=optim)  # type: ignore[arg-type]
         optimizer = Optimizer(parameters, settings)
-        assert optimizer.pages is not None and optimizer.pages.num_windows > 5
+        assert optimizer.pages is not None and len(optimizer.pages._windows) > 5
         graphs = optimizer.graphs = StepGraphs(model, parameters, optimizer.pages)
         objective, losses = Supervised(model), []
         for seed in range(5):
