@@ -3,10 +3,10 @@
 import math
 import random
 from array import array
-from dataclasses import dataclass
 
 import pytest
 import torch
+from tiny_trainer import Pair
 
 from pyggtrain import models
 from pyggtrain.adapters.lora import LoraConfig, adapter_off, attach
@@ -15,20 +15,6 @@ from pyggtrain.errors import ConfigError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.nn import Batch
 from pyggtrain.training.objectives import DPO, ORPO, Supervised
-
-
-@dataclass(frozen=True)
-class Pair:
-    chosen: Example
-    rejected: Example
-
-    @property
-    def num_tokens(self) -> int:
-        return self.chosen.num_tokens + self.rejected.num_tokens
-
-    @property
-    def num_learnt(self) -> int:
-        return self.chosen.num_learnt + self.rejected.num_learnt
 
 
 def make_pairs(count: int, seed: int = 5) -> list[Pair]:
