@@ -2,13 +2,13 @@
 
 from pyggtrain.nn.batch import Batch
 from pyggtrain.nn.checkpointing import GPU_POLICIES, POLICIES, kept_by, run_layer
-from pyggtrain.nn.copy_lane import CopyLane
 from pyggtrain.nn.diffusion import Diffusion
 from pyggtrain.nn.embedding import Embedding
 from pyggtrain.nn.expert_half import ExpertHalf
 from pyggtrain.nn.expert_linear import ExpertLinear
 from pyggtrain.nn.fused_layer import AttentionHalf, DeltaHalf, FeedForwardHalf, FusedLayer, FusedLayers, can_run_fused
 from pyggtrain.nn.host_stash import HostStash, goes_to_host, pinned_bytes
+from pyggtrain.nn.lane import Lane
 from pyggtrain.nn.model import Model, SplittableModel, activation_dtype, why_untrainable
 from pyggtrain.nn.quant_linear import LoraPair, QuantLinear
 from pyggtrain.nn.rms_norm import RMSNorm
@@ -20,7 +20,6 @@ __all__ = [
     "POLICIES",
     "AttentionHalf",
     "Batch",
-    "CopyLane",
     "DeltaHalf",
     "Diffusion",
     "Embedding",
@@ -30,6 +29,7 @@ __all__ = [
     "FusedLayer",
     "FusedLayers",
     "HostStash",
+    "Lane",
     "LoraPair",
     "Model",
     "QuantLinear",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pyggtrain.nn.copy_lane import CopyLane
+from pyggtrain.nn.lane import Lane
 
 # Smaller tensors (rank-sized products, sums of attention) stay: a copy costs more than the memory is worth.
 _MIN_BYTES = 4 << 20
@@ -90,7 +90,7 @@ class HostStash:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies = CopyLane(device)
+        self._copies = Lane(device)
         self._free: list[torch.Tensor] = []
         # Places that a captured CUDA graph copies to and from: never to be freed.
         self._captured: list[torch.Tensor] = []

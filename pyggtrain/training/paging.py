@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from pyggtrain.nn import CopyLane
+from pyggtrain.nn import Lane
 
 # Gradients that may be on the way to the host before backward waits for the oldest.
 _MAX_BEHIND_BYTES = 64 << 20
@@ -157,9 +157,9 @@ class Pages:
         self._parameters, self._optimizer = list(parameters), optimizer
         device = self._parameters[0].device
         self._memory = _HostMemory(is_pinned=device.type == "cuda")
-        self._up, self._down = CopyLane(device), CopyLane(device)
+        self._up, self._down = Lane(device), Lane(device)
         # For updates beside the next step, and what such a one reads.
-        self._beside = CopyLane(device)
+        self._beside = Lane(device)
         self._read_beside: list[Any] = []
         self._is_beside = False
         self._behind: deque[_Behind] = deque()

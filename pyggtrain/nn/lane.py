@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-class CopyLane:
+class Lane:
     """A stream beside the one that computes. On a CPU all is done in turn."""
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class CopyLane:
         """What is launched inside goes this way."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def follow(self, other: "CopyLane | None" = None) -> None:
+    def follow(self, other: "Lane | None" = None) -> None:
         """Wait for what has been launched so far: on the stream that computes, or on another lane."""
         if self._stream is not None:
             stream = torch.cuda.current_stream(self._device) if other is None else other._stream
