@@ -25,6 +25,8 @@ HALF_OFFSETS: dict[str, tuple[int, ...]] = {
     "NVFP4": (),
 }
 """Byte offsets of the float16 fields in a block; types not listed have one, at 0."""
+_BYTE_SCALES = {"MXFP4": (1, 116), "NVFP4": (4, 32)}
+"""Type -> how many bytes at a block's start are its scales, and the least of eight neighbours of usual size."""
 
 
 def random_blocks(
@@ -61,6 +63,16 @@ def random_blocks(
     if type == "NVFP4":
         blocks[:, :4] &= 127
     return blocks.view(rows, -1)
+
+
+def random_factors(type: str, rows: int, num_columns: int, *, generator: torch.Generator) -> torch.Tensor:
+    """As `random_blocks`, for products: of types whose scales are a byte those that leave every sum finite."""
+    blocks = random_blocks(type, rows, num_columns, generator=generator)
+    if type in _BYTE_SCALES:
+        num_scales, least = _BYTE_SCALES[type]
+        scales = blocks.view(-1, DECODERS[type].block_bytes)[:, :num_scales]
+        scales.copy_(scales % 8 + least)
+    return blocks
 
 
 @dataclass(frozen=True)

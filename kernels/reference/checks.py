@@ -60,6 +60,7 @@ from pyggtrain.kernels.reference.cases import (
     RowCase,
     TopKCase,
     random_blocks,
+    random_factors,
     random_rows,
 )
 from pyggtrain.kernels.reference.comparison import (
@@ -112,11 +113,7 @@ def check_dequant_matmul(
     generator = torch.Generator(device).manual_seed(3)
     block_size = DECODERS[type].block_size
     columns = math.ceil(case.columns / block_size) * block_size
-    blocks = random_blocks(type, case.rows, columns, generator=generator)
-    if type in ("MXFP4", "NVFP4"):
-        # random scales of a whole byte overflow float16
-        scales = blocks.view(-1, DECODERS[type].block_bytes)[:, : 1 if type == "MXFP4" else 4]
-        scales.copy_(scales % 8 + (116 if type == "MXFP4" else 32))
+    blocks = random_factors(type, case.rows, columns, generator=generator)
     exact = dequant_reference.dequantize(blocks, type, dtype=torch.float32)
 
     def rows(width: int) -> torch.Tensor:
@@ -321,11 +318,7 @@ def check_grouped_matmul(type: str, case: ExpertCase, dtype: torch.dtype, device
     """Both products with decoded weights (in two slices) and with packed ones."""
     inputs, generator = expert_inputs(case, dtype, device), torch.Generator(device).manual_seed(1)
     routing, num_out, num_in = inputs.routing, case.out_features, case.in_features
-    stacks = [random_blocks(type, case.experts * num_out, num_in, generator=generator) for _ in range(2)]
-    if type == "MXFP4":
-        for stack in stacks:
-            scales = stack.view(-1, DECODERS[type].block_bytes)[:, 0]
-            scales.copy_(scales % 8 + 121)
+    stacks = [random_factors(type, case.experts * num_out, num_in, generator=generator) for _ in range(2)]
     weights = torch.stack([dequant_reference.dequantize(stack, type, dtype=dtype) for stack in stacks])
     weights = weights.view(2, case.experts, num_out, num_in)
     blocks = [stack.view(case.experts, num_out, -1) for stack in stacks]

@@ -17,6 +17,8 @@ from pyggtrain.nn.lane import Lane
 
 # Smaller tensors (rank-sized products, sums of attention) stay: a copy costs more than the memory is worth.
 _MIN_BYTES = 4 << 20
+# What the host's memory comes in.
+_PAGE_BYTES = 4096
 # Halves that may be on the way to the host at once, before compute waits for the oldest.
 _MAX_BEHIND = 2
 
@@ -27,12 +29,48 @@ def goes_to_host(num_bytes: int) -> bool:
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """What a pinned tensor takes of the host: torch's allocator rounds each up to a power of two."""
-    return 1 << max(0, num_bytes - 1).bit_length()
+    """What a saved tensor takes of the host."""
+    return sum(_pieces(num_bytes))
+
+
+def _pieces(num_bytes: int) -> list[int]:
+    """Sizes of the pieces that hold so many bytes: powers of two, as torch's allocator rounds pinned memory up to one.
+    At most five, whole pages, and less than a sixteenth or a page too much.
+    """
+    pieces, missing = [], -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    while missing > 0 and missing * 16 >= num_bytes:
+        pieces.append(1 << missing.bit_length() - 1)
+        missing -= pieces[-1]
+    return [*pieces, 1 << (missing - 1).bit_length()] if missing > 0 else pieces
 
 
 # Storage, offset, number of elements, dtype and version: equal for two tensors of the same values.
 _Memory = tuple[int, int, int, torch.dtype, int]
+
+
+@dataclass(eq=False, frozen=True)
+class _Place:
+    """Host memory for a tensor, in pieces (see `_pieces`)."""
+
+    pieces: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, num_bytes: int, *, is_pinned: bool) -> "_Place":
+        return cls([torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in _pieces(num_bytes)])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.numel() for piece in self.pieces)
+
+    def beside(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield parts of the place and those of a tensor of one dimension that belong there."""
+        start = 0
+        for piece in self.pieces:
+            part = flat[start : start + piece.numel() // flat.itemsize]
+            if part.numel() == 0:
+                return
+            yield piece[: part.numel() * part.itemsize].view(flat.dtype), part
+            start += part.numel()
 
 
 @dataclass(eq=False)
@@ -41,7 +79,7 @@ class _Entry:
     nothing is left of it).
 
     Attributes:
-        num_elements, dtype: its values lie on the host flat; each use has its own shape.
+        num_elements, dtype: its values lie on the host flat, piece after piece; each use has its own shape.
         memory: by which it is known while it holds its source; None: it is not shared.
         host: its place there, until it has begun to come back.
         source: the GPU's copy until it may go. Without its graph, whose hooks hold the stash: autograd's references
@@ -52,17 +90,12 @@ class _Entry:
     num_elements: int
     dtype: torch.dtype
     memory: _Memory | None
-    host: torch.Tensor | None
+    host: "_Place | None"
     source: torch.Tensor | None
     sent: "torch.cuda.Event | None"
     num_uses: int = 0
     fetched: torch.Tensor | None = None
     arrived: "torch.cuda.Event | None" = None
-
-    def host_values(self) -> torch.Tensor:
-        """The place on the host as the values that it holds."""
-        assert self.host is not None
-        return _as(self.host, torch.Size([self.num_elements]), self.dtype)
 
 
 @dataclass(eq=False)
@@ -91,9 +124,9 @@ class HostStash:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._copies = Lane(device)
-        self._free: list[torch.Tensor] = []
+        self._free: list[_Place] = []
         # Places that a captured CUDA graph copies to and from: never to be freed.
-        self._captured: list[torch.Tensor] = []
+        self._captured: list[_Place] = []
         self._parts: list[_Part] = []
         # Entries that hold their source, so that no other tensor can have its memory.
         self._known: dict[_Memory, _Entry] = {}
@@ -149,7 +182,8 @@ class HostStash:
         host = self._place(tensor.numel() * tensor.itemsize)
         self._copies.follow()
         with self._copies.use():
-            _as(host, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+            for place, part in host.beside(tensor.detach().reshape(-1)):
+                place.copy_(part, non_blocking=True)
         entry = _Entry(tensor.numel(), tensor.dtype, memory, host, tensor.detach(), self._copies.mark())
         if memory is not None:
             self._known[memory] = entry
@@ -184,7 +218,8 @@ class HostStash:
                 entry.fetched = torch.empty(entry.num_elements, dtype=entry.dtype, device=self.device)
                 self._copies.follow()
                 with self._copies.use():
-                    entry.fetched.copy_(entry.host_values(), non_blocking=True)
+                    for place, part in entry.host.beside(entry.fetched):
+                        part.copy_(place, non_blocking=True)
                 entry.arrived = self._copies.mark()
             self._give_back(entry)
 
@@ -203,31 +238,28 @@ class HostStash:
             entry.fetched = None
         return tensor
 
-    def _place(self, num_bytes: int) -> torch.Tensor:
+    def _place(self, num_bytes: int) -> _Place:
         """Pinned memory of at least `num_bytes`. Micro-batches differ in length, so places are not of one size."""
         place = self._fitting_place(num_bytes)
         if self._copies.is_capturing:
             self._captured.append(place)
         return place
 
-    def _fitting_place(self, num_bytes: int) -> torch.Tensor:
-        fitting = [index for index, place in enumerate(self._free) if place.numel() >= num_bytes]
-        if fitting:
-            return self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
+    def _fitting_place(self, num_bytes: int) -> _Place:
+        self._free.sort(key=lambda place: place.num_bytes)
+        for index, place in enumerate(self._free):
+            if place.num_bytes >= num_bytes:
+                return self._free.pop(index)
         if self._free:
             # In its stead, so that the number of places never exceeds what one step needs.
-            self._free.pop(max(range(len(self._free)), key=lambda index: self._free[index].numel()))
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self._free.pop()
+        return _Place.of(num_bytes, is_pinned=self.device.type == "cuda")
 
     def _give_back(self, entry: _Entry) -> None:
         # Copies from and to a place are ordered: they share one lane.
         if entry.host is not None:
             self._free.append(entry.host)
             entry.host = None
-
-
-def _as(place: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return place[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _memory(tensor: torch.Tensor) -> _Memory | None:

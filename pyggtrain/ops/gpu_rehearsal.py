@@ -62,7 +62,7 @@ _MAKERS = (
     *("rand_like", "randn_like"),
 )
 _METHODS = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor")
-Sent = Callable[[int, int], None]
+Sent = Callable[[int, int, int], None]
 # Storages of the host without memory, by the address of torch's own record. A model keeps some between rehearsals.
 _host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -122,7 +122,8 @@ class _ToldOfGpu(TorchDispatchMode):
             args, kwargs = map_tensors(taken_in, args), map_tensors(taken_in, kwargs)
         are_hosts = [self._is_of_host(tensor) for tensor in bare]
         if func is _ATEN.copy_.default and are_hosts == [True, False]:
-            self._on_sent(bare[1].numel() * bare[1].itemsize, bare[0].untyped_storage()._cdata)
+            place = bare[0].untyped_storage()
+            self._on_sent(bare[1].numel() * bare[1].itemsize, place._cdata, place.nbytes())
         if func in _FAKES:
             return self._tell(_FAKES[func](self._tell, *args, **kwargs))
         if has_device(func):
@@ -162,12 +163,13 @@ class _ToldOfGpu(TorchDispatchMode):
 
 
 @contextmanager
-def gpu_rehearsal(on_new: NewStorage, on_sent: Sent = lambda num_bytes, place: None) -> Iterator[None]:
+def gpu_rehearsal(on_new: NewStorage, on_sent: Sent = lambda num_bytes, place, size: None) -> Iterator[None]:
     """Inside, a program for a GPU runs and computes nothing.
 
     Args:
         on_new: hears of every storage that is made on the GPU.
-        on_sent: hears of each copy from the GPU to the host: its bytes, and a number for the storage that it goes to.
+        on_sent: hears of each copy from the GPU to the host: its bytes, a number for the storage that it goes to, and
+            the size of that.
     """
     # torch imports its compiler at some operation without memory; not while its functions are others.
     import torch._dynamo  # noqa: F401

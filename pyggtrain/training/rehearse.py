@@ -17,7 +17,7 @@ import torch
 from pyggtrain import models
 from pyggtrain.adapters.lora import LoraAdapter, LoraConfig, attach
 from pyggtrain.gguf import GGUFFile
-from pyggtrain.nn import Batch, Model, pinned_bytes
+from pyggtrain.nn import Batch, Model
 from pyggtrain.ops import gpu_rehearsal, rehearsal, workspace
 from pyggtrain.ops.fused import Kept
 from pyggtrain.training.config import TrainConfig
@@ -203,7 +203,8 @@ class Rehearsal:
         self._tape = Tape(_GPU_GRANULE if self._is_on_gpu else 1)
         self._last = self._tape
         # Bytes of each copy to the host, by where it goes.
-        self._sent: dict[int, list[int]] = {}
+        # By place on the host: what is sent there, each time how much and the place's size.
+        self._sent: dict[int, list[tuple[int, int]]] = {}
         self.paths = file.paths
         self.base_bytes = sum(tensor.num_bytes for tensor in file.tensors.values())
         header = self._header = GGUFFile.open(file.path)
@@ -316,12 +317,14 @@ class Rehearsal:
             for hook in hooks:
                 hook.remove()
 
-    def _note_sent(self, num_bytes: int, place: int) -> None:
-        self._sent.setdefault(place, []).append(num_bytes)
+    def _note_sent(self, num_bytes: int, place: int, size: int) -> None:
+        self._sent.setdefault(place, []).append((num_bytes, size))
 
     def _sent_bytes(self) -> int:
-        # What goes alone has a pinned tensor of its own; many share a slab (`training.paging`).
-        return sum(pinned_bytes(sent[0]) if len(sent) == 1 else sum(sent) for sent in self._sent.values())
+        # What goes alone has a piece of its own (`nn.host_stash`); many share a slab (`training.paging`).
+        return sum(
+            sent[0][1] if len(sent) == 1 else sum(num_bytes for num_bytes, _ in sent) for sent in self._sent.values()
+        )
 
     @contextmanager
     def _on_stage(self, tape: Tape) -> Iterator[None]:

@@ -13,7 +13,13 @@ from pyggtrain import ops
 from pyggtrain.gguf import QuantTensor
 from pyggtrain.kernels.dequant import DECODERS
 from pyggtrain.kernels.reference import dequant as reference
-from pyggtrain.kernels.reference.cases import QUANT_LINEAR_CASES, QuantLinearCase, dtypes_of, random_blocks
+from pyggtrain.kernels.reference.cases import (
+    QUANT_LINEAR_CASES,
+    QuantLinearCase,
+    dtypes_of,
+    random_blocks,
+    random_factors,
+)
 from pyggtrain.kernels.reference.comparison import Comparison, as_near_as_torch, relatively_close, same_bits
 from pyggtrain.ops import mmq, quant_matmul
 from pyggtrain.ops.quant_linear import quant_linear
@@ -132,7 +138,7 @@ def _check_mmq(type: str, device: torch.device) -> list[Comparison]:
     generator = torch.Generator(device).manual_seed(0)
     comparisons = []
     for rows, columns, tokens in ((128, 512, 33), (70, 256, 1), (130, 768, 150)):
-        blocks = random_blocks(type, rows, columns, generator=generator)
+        blocks = random_factors(type, rows, columns, generator=generator)
         exact = reference.dequantize(blocks, type, dtype=torch.float64)
         x = torch.randn(tokens, columns, device=device, generator=generator).bfloat16()
         for dtype in (torch.float32, torch.bfloat16):
@@ -146,7 +152,7 @@ def _check_mmq_experts(type: str, device: torch.device) -> list[Comparison]:
     generator = torch.Generator(device).manual_seed(0)
     comparisons = []
     for experts, rows, columns, tokens, used, inputs in ((8, 128, 512, 33, 2, 1), (8, 70, 256, 9, 3, 3)):
-        blocks = random_blocks(type, experts * rows, columns, generator=generator)
+        blocks = random_factors(type, experts * rows, columns, generator=generator)
         exact = reference.dequantize(blocks, type, dtype=torch.float64).view(experts, rows, columns)
         ids = torch.rand(tokens, experts, device=device, generator=generator).argsort(1)[:, :used]
         x = torch.randn(tokens, inputs, columns, device=device, generator=generator)

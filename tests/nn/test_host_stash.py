@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from pyggtrain.nn import HostStash, host_stash
@@ -159,9 +161,40 @@ def test_places_of_a_forward_without_backward_are_used_again() -> None:
         x = torch.ones(3, 16, requires_grad=True)
         halves(torch.nn.Parameter(torch.eye(16)), x, stash)
         places.append(
-            {entry.host.data_ptr() for part in stash._parts for entry in part.entries if entry.host is not None}
+            {
+                entry.host.pieces[0].data_ptr()
+                for part in stash._parts
+                for entry in part.entries
+                if entry.host is not None
+            }
         )
     assert places[0] == places[1] == places[2]
+
+
+@given(num_bytes=st.integers(1, 1 << 36))
+def test_pieces_hold_what_they_should_and_little_more(num_bytes: int) -> None:
+    pieces = host_stash._pieces(num_bytes)
+    assert num_bytes <= sum(pieces) < num_bytes + max(4096, num_bytes / 16)
+    assert len(pieces) <= 5 and sorted(pieces, reverse=True) == pieces
+    assert all(piece & (piece - 1) == 0 and piece >= 4096 for piece in pieces)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tensor_in_several_pieces_comes_back_whole(device: str) -> None:
+    # 20, 16 and 12 KiB of numbers: two pieces, one that a smaller tensor leaves partly unused, and a row with gaps.
+    tensors = [
+        torch.arange(5 * 1024, dtype=torch.float32),
+        torch.arange(8 * 1024, dtype=torch.bfloat16),
+        torch.arange(2 * 3 * 1024, dtype=torch.float32).view(2, 3 * 1024)[1],
+    ]
+    stash = HostStash(torch.device(device))
+    for tensor in [*tensors, *tensors]:
+        stash.begin()
+        x = torch.ones(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=True)
+        with stash.part():
+            y = x * tensor.to(device)
+        (found,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(found.cpu(), tensor)
 
 
 def count_sends(stash: HostStash, monkeypatch: pytest.MonkeyPatch) -> list[host_stash._Entry]:
@@ -197,7 +230,7 @@ def test_what_parts_share_goes_once_and_comes_back_once(device: str, monkeypatch
     stash.join()
     assert len(uses) == 8 * NUM_LAYERS and len(sent) == 5 * NUM_LAYERS
     # Each place on the host is free again, once, and nothing is left on the device.
-    assert len({place.data_ptr() for place in stash._free}) == len(stash._free) == len(sent)
+    assert len({place.pieces[0].data_ptr() for place in stash._free}) == len(stash._free) == len(sent)
     assert all(entry.fetched is None and entry.source is None and entry.num_uses == 0 for entry in sent)
     assert not stash._known
 

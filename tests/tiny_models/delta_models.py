@@ -104,7 +104,8 @@ def write_delta(tiny: Tiny, path: Path, gain: float = 1.0) -> Path:
 
     Args:
         gain: size of what a matrix gives for numbers of size 1. At 1 a layer moves what passes it by its own size, and
-            rounding grows from layer to layer as it does in no trained model.
+            rounding grows from layer to layer as it does in no trained model. A tied head is made less sure of its
+            input's own token by the square of it.
     """
     generator = torch.Generator().manual_seed(1)
 
@@ -112,6 +113,8 @@ def write_delta(tiny: Tiny, path: Path, gain: float = 1.0) -> Path:
         values = torch.randn(shape, generator=generator)
         if "norm" in name:
             values = 1 + 0.1 * values
+            if name == "output_norm.weight" and tiny.is_tied:
+                values = values * gain**2
         elif name.endswith("ssm_a"):
             values = -tiny.decay * values.abs()
         elif "conv1d" in name:

@@ -153,8 +153,7 @@ def test_a_layer_on_the_card_costs_what_the_rehearsal_says(on_card: int, llama_8
     # The last layer of those on the host never leaves the card.
     assert costs == pytest.approx(min(on_card, 31) * 1.01 * 288 * MIB, abs=2 * MIB)
     sent = RehearsedOnGpu(llama_8b, some).host_bytes("matmuls", [(row, row)] * 4)
-    # Of 96 MiB of q, k and v torch makes 128.
-    assert sent == kept_on_host(LLAMA_8B, some, 8192) == (32 - on_card) * 320 * MIB
+    assert sent == kept_on_host(LLAMA_8B, some, 8192) == (32 - on_card) * 288 * MIB
 
 
 def numbers(kept: list[Kept]) -> tuple[int, int, int]:
@@ -228,7 +227,7 @@ def test_a_plan_tells_how_many_layers_use_the_host() -> None:
         f"activations of the first {32 - on_card} layers on the host, of the rest on the card, "
         "gate and up of 32 of 32 layers kept, weights of 0"
     )
-    assert setting.plan.host_bytes == (32 - on_card) * 320 * MIB
+    assert setting.plan.host_bytes == (32 - on_card) * 288 * MIB
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -252,9 +251,9 @@ def of_host(limit_gib: float, host_gib: float | None, num_tokens: int = 8192) ->
 
 @pytest.mark.parametrize("limit_gib", [12, 24, 34])
 def test_what_the_host_has_no_room_for_stays_on_the_card(limit_gib: float) -> None:
-    assert of_host(limit_gib, None) == of_host(limit_gib, 10) == of_host(limit_gib, 32 * 320 / 1024)
-    # Room for 22 layers' 320 MiB, and not for one more.
-    kept = of_host(limit_gib, 23 * 320 / 1024 - 0.001)
+    assert of_host(limit_gib, None) == of_host(limit_gib, 10) == of_host(limit_gib, 32 * 288 / 1024)
+    # Room for 22 layers' 288 MiB, and not for one more.
+    kept = of_host(limit_gib, 23 * 288 / 1024 - 0.001)
     assert kept is not None
     gate_up, weights, on_card = numbers(kept)
     assert kept == on_host(gate_up, weights, on_card) and on_card >= 10
@@ -266,7 +265,7 @@ def test_what_the_host_has_no_room_for_stays_on_the_card(limit_gib: float) -> No
 
 
 def test_where_card_and_host_are_small_the_leaner_kind_is_taken() -> None:
-    # On the host 32 times 128 MiB, not 320.
+    # On the host 32 times 128 MiB, not 288.
     kept = of_host(7.8, 4.01)
     assert kept is not None and kept[0] == Kept(attention=False, on_host=True) != kept[-1]
     assert not any(one.attention for one in kept)

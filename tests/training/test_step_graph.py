@@ -320,6 +320,13 @@ def test_an_update_beside_the_next_step_changes_nothing(
         optimizer.settle()
         return losses, torch.cat([one.detach().flatten() for one in parameters.values()])
 
+    update = Pages._update
+
+    def late(self: Pages, factor: float | torch.Tensor) -> None:
+        """Longer than a step takes, so that only waiting helps."""
+        torch.cuda._sleep(200_000_000)
+        update(self, factor)
+
     losses, beside = train()
     with monkeypatch.context() as patch:
         patch.setattr(Optimizer, "_runs_beside", property(lambda self: False))
@@ -327,5 +334,6 @@ def test_an_update_beside_the_next_step_changes_nothing(
     assert losses == expected_losses and torch.equal(beside, expected)
     with monkeypatch.context() as patch:
         patch.setattr(Pages, "wait_for", lambda self, number: None)
+        patch.setattr(Pages, "_update", late)
         careless, _ = train()
     assert careless != expected_losses
