@@ -133,7 +133,9 @@ def described(setting: Setting, kept: Sequence[Kept]) -> dict[str, object]:
     }
 
 
-def measure(name: str, setting: Setting, path: str, *, repeats: int, profile: Path | None) -> dict[str, object]:
+def measure(
+    name: str, setting: Setting, path: str, *, repeats: int, profile: Path | None, warm_up: int = WARM_UP
+) -> dict[str, object]:
     """Step time, tokens per second and peak memory of one setting."""
     device, shape, config = torch.device("cuda", 0), setting.make_shape(), train_config(setting)
     begin(setting, device)
@@ -144,7 +146,7 @@ def measure(name: str, setting: Setting, path: str, *, repeats: int, profile: Pa
     kept = model.kept = setting.kept(len(model.layers))
     model.checkpoint_policy = "layers"
     objective, optimizer = Supervised(model), make_optimizer(setting, config, model, adapter)
-    batches = [make_batch(setting, shape.vocabulary, seed).to(device) for seed in range(repeats + WARM_UP)]
+    batches = [make_batch(setting, shape.vocabulary, seed).to(device) for seed in range(warm_up + repeats)]
     torch.cuda.synchronize()
     loaded = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -154,10 +156,10 @@ def measure(name: str, setting: Setting, path: str, *, repeats: int, profile: Pa
         return time.perf_counter()
 
     # An update may run beside the next step: a step lasts until the next one is as far. The last has none beside it.
-    ends = [step(batch) for batch in batches]
+    ends = [time.perf_counter(), *(step(batch) for batch in batches)]
     torch.cuda.synchronize()
     ends[-1] = time.perf_counter()
-    times_ms = sorted((end - start) * 1e3 for start, end in pairwise(ends[WARM_UP - 1 :]))
+    times_ms = sorted((end - start) * 1e3 for start, end in pairwise(ends[warm_up:]))
     step_ms = statistics.median(times_ms)
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     experts_used = shape.experts_used if isinstance(shape, ModelShape) else 1.0
@@ -173,6 +175,7 @@ def measure(name: str, setting: Setting, path: str, *, repeats: int, profile: Pa
         **described(setting, kept),
         "trained_millions": round(adapter.num_parameters / 1e6, 1),
         "tokens_per_step": setting.num_tokens,
+        "warm_up": warm_up,
         "step_ms": round(step_ms, 1),
         "p20_ms": round(times_ms[len(times_ms) // 5], 1),
         "p80_ms": round(times_ms[len(times_ms) * 4 // 5], 1),
@@ -216,6 +219,9 @@ def main() -> int:
     parser.add_argument("--model-path", choices=("native", "graph"), default="native", help="what computes a llama")
     parser.add_argument("--layers", type=int, help="fewer make a quick look")
     parser.add_argument("--repeats", type=int, default=8, help="timed steps")
+    parser.add_argument(
+        "--warm-up", type=int, default=WARM_UP, help="steps before; 0 for steps of minutes, whose first is like others"
+    )
     parser.add_argument("--optim", help="in place of the settings' own")
     parser.add_argument("--kept", choices=KEPT, help="what every layer keeps, in place of the settings' own")
     parser.add_argument("--workspace-mib", type=int, help="in place of the settings' own")
@@ -243,7 +249,14 @@ def main() -> int:
             failed = True
             continue
         try:
-            line = measure(name, setting, args.model_path, repeats=args.repeats, profile=args.profile)
+            line = measure(
+                name,
+                setting,
+                args.model_path,
+                warm_up=args.warm_up,
+                repeats=args.repeats,
+                profile=args.profile,
+            )
         except Exception as error:
             failed = True
             traceback.print_exc()

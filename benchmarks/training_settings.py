@@ -62,6 +62,13 @@ def inputs_on_host(layers: int) -> list[Kept]:
     return [Kept(attention=False, on_host=True)] * layers
 
 
+def inputs_on_host_but(on_card: int, *, whole: int) -> KeptOf:
+    """Inputs of halves, of so many first layers the layer's alone; those of the last layers on the card."""
+    return lambda layers: [
+        Kept(attention=False, on_host=layer < layers - on_card, halves=layer >= whole) for layer in range(layers)
+    ]
+
+
 def inputs_of_layers_on_host(layers: int) -> list[Kept]:
     """Of no half: layers are computed again as a whole."""
     return [Kept(attention=False, on_host=True, halves=False)] * layers
@@ -159,8 +166,8 @@ SETTINGS = {
     "1x2048_6gib": Setting(1, 2048, 6.3, on_host_but(0, on_card=3)),
     "1x2048_13gib": Setting(1, 2048, 13.3, on_host_but(32, weights=3, on_card=32)),
     "1x8192_8gib": Setting(1, 8192, 7.8, on_host_but(2)),
-    "1x80k_24gib": Setting(1, 80 * 1024, 24, inputs_on_host),
-    "1x350k_80gib": Setting(1, 350_000, 80, inputs_of_layers_on_host),
+    "1x80k_24gib": Setting(1, 80 * 1024, 24, on_host_but(2)),
+    "1x350k_80gib": Setting(1, 350_000, 80, inputs_on_host_but(8, whole=17)),
     "4x2048_8gib_fp8": Setting(4, 2048, 7.8, on_host, compute="fp8"),
     "4x2048_24gib_fp8": Setting(4, 2048, 24, on_host_but(32), compute="fp8"),
     "4x2048_24gib_fp16": Setting(4, 2048, 24, on_host_but(32, weights=6), compute="fp16"),
