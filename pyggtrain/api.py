@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -380,7 +380,7 @@ def _as_seen(model: Model, documents: list[Document]) -> list[Document]:
 def _compare(ready: Preparation) -> ParityReport:
     config = ready.config
     model, pairs = ready.whole_model()
-    return verify_adapter(
+    report = verify_adapter(
         ready.base.path,
         ready.files.adapter,
         _as_seen(model, ready.data.documents()),
@@ -389,6 +389,15 @@ def _compare(ready: Preparation) -> ParityReport:
         served=None if config.runtime == "bridge" else ServerRuntime(config.runtime),
         is_causal=ready.model.diffusion is None,
     )
+    if config.compute != "fp8":
+        return report
+    return replace(report, notes=(*report.notes, _IN_HALF_PRECISION))
+
+
+_IN_HALF_PRECISION = (
+    "The adapter was compared with products in half precision. What 8-bit floats cost in training, the held-out loss "
+    "says."
+)
 
 
 def _answers(ready: Preparation) -> list[Sample]:

@@ -182,8 +182,8 @@ class HostStash:
         host = self._place(tensor.numel() * tensor.itemsize)
         self._copies.follow()
         with self._copies.use():
-            for place, part in host.beside(tensor.detach().reshape(-1)):
-                place.copy_(part, non_blocking=True)
+            for place, values in host.beside(tensor.detach().reshape(-1)):
+                place.copy_(values, non_blocking=True)
         entry = _Entry(tensor.numel(), tensor.dtype, memory, host, tensor.detach(), self._copies.mark())
         if memory is not None:
             self._known[memory] = entry
@@ -218,8 +218,8 @@ class HostStash:
                 entry.fetched = torch.empty(entry.num_elements, dtype=entry.dtype, device=self.device)
                 self._copies.follow()
                 with self._copies.use():
-                    for place, part in entry.host.beside(entry.fetched):
-                        part.copy_(place, non_blocking=True)
+                    for place, values in entry.host.beside(entry.fetched):
+                        values.copy_(place, non_blocking=True)
                 entry.arrived = self._copies.mark()
             self._give_back(entry)
 

@@ -132,7 +132,7 @@ def kernel_names() -> list[str]:
     """What can be named in `selftest(kernels=...)`."""
     names = list(cpu_cases())
     if importlib.util.find_spec("triton") is not None:
-        names += gpu_cases(torch.device("cpu"))
+        names += gpu_cases(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return names
 
 

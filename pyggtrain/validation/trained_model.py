@@ -1,4 +1,8 @@
-"""A model with its LoRA pairs, seen as one of the two sides of a comparison with llama.cpp."""
+"""A model with its LoRA pairs, seen as one of the two sides of a comparison with llama.cpp.
+
+What is compared are weights, pairs and operations. A model that multiplies in 8-bit floats does so in its own half
+precision here: their rounding is larger than the differences that a comparison looks for.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,8 +81,11 @@ class TrainedModel:
         linears = self._model.linears
         was_training = self._model.training
         trained_scales = {name: pair.scale for name, pair in self._pairs.items()}
+        in_8_bits = [linear for linear in linears.values() if linear.compute == "fp8"]
         self._model.eval()
         try:
+            for linear in in_8_bits:
+                linear.compute = "auto"
             for name, pair in self._pairs.items():
                 if scale is None:
                     linears[name].lora = None
@@ -87,6 +94,8 @@ class TrainedModel:
             with torch.inference_mode():
                 yield
         finally:
+            for linear in in_8_bits:
+                linear.compute = "fp8"
             for name, pair in self._pairs.items():
                 linears[name].lora = pair
                 pair.scale = trained_scales[name]

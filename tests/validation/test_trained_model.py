@@ -53,6 +53,19 @@ def test_a_measurement_leaves_the_model_as_it_was(trained: Any, tiny_llama_path:
     assert model.training
 
 
+def test_a_model_that_multiplies_in_8_bits_is_measured_without_their_rounding(
+    tiny_llama_path: Path, make_trained: Callable[..., Any]
+) -> None:
+    trained = make_trained(tiny_llama_path, compute="auto")
+    linears = list(trained.model._model.linears.values())
+    expected = trained.model.logits(TOKENS, scale=1.0)
+    for linear in linears:
+        linear.compute = "fp8"
+    # A CPU knows no 8-bit floats and would refuse.
+    assert torch.equal(trained.model.logits(TOKENS, scale=1.0), expected)
+    assert all(linear.compute == "fp8" for linear in linears)
+
+
 def test_layer_outputs_carry_llama_cpp_s_names(trained: Any) -> None:
     outputs = trained.model.layer_outputs(TOKENS, scale=1.0)
     assert list(outputs) == ["l_out-0", "l_out-1"]
