@@ -214,8 +214,11 @@ def _cudnn_attention(tell: _Tell, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
 def _cudnn_attention_backward(
     tell: _Tell, d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    # The gradient of q is summed in float32, in memory that the library asks torch for.
-    scratch = tell(torch.empty(q.shape, dtype=torch.float32, device=_META))
+    # In memory that the library asks torch for: the gradient of q is summed in float32, those of k and v are made for
+    # each head of q before they are added up.
+    scratch = [tell(torch.empty(q.shape, dtype=torch.float32, device=_META))]
+    if k.shape[1] < q.shape[1]:
+        scratch += tell((torch.empty_like(q), torch.empty_like(q)))
     gradients = tell(tuple(torch.empty_like(x) for x in (q, k, v)))
     del scratch
     return gradients

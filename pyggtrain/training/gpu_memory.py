@@ -184,8 +184,11 @@ def fused_peak(sizes: FusedSizes, kept: Sequence[Kept], step: StepSizes) -> int:
         kept_bytes.append(sum(staying))
         of_feed_forward.append(staying[1])
     total = sum(kept_bytes)
-    # Backward of attention: dy, d_h, gradients of q, k, v, and in the library that of q once more in float32.
+    # Backward of attention: dy, d_h, gradients of q, k, v, and in the library that of q once more in float32, and where
+    # heads of q share those of k and v, gradients of these for each of q's.
     attending = t * (d + sizes.attention * (_HALF + 4) + sizes.qkv * _HALF)
+    if sizes.qkv < 3 * sizes.attention:
+        attending += 2 * t * sizes.attention * _HALF
     computed_again = t * (sizes.qkv + sizes.attention) * _HALF + t * sizes.num_heads * 4
     # What halves of a layer that is computed again as a whole keep until their backward, which follows.
     again = [sum(saved) for saved in _saved(sizes, Kept(), t)]
