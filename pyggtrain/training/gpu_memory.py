@@ -29,6 +29,7 @@ from pyggtrain.training.memory import (
     host_free_bytes,
     micro_batch_sizes,
     relative_time,
+    with_a_workspace_that_fits,
 )
 from pyggtrain.training.objectives import Document
 from pyggtrain.training.optimizers import PAGED, device_bytes, host_bytes
@@ -390,14 +391,22 @@ def plan_fused(
         UnsupportedError: none fits; says what to lower.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    settings = fused_settings(
-        FusedSizes.of(model.fused_layers, num_vocab),
-        config,
-        longest,
-        base=torch.cuda.memory_allocated(device) - 4 * num_parameters,
-        num_parameters=num_parameters,
-        free=free_memory_bytes(device),
-        host_free=host_free_bytes(device),
+    base, free, host_free = (
+        torch.cuda.memory_allocated(device) - 4 * num_parameters,
+        free_memory_bytes(device),
+        host_free_bytes(device),
+    )
+    settings = with_a_workspace_that_fits(
+        lambda: fused_settings(
+            FusedSizes.of(model.fused_layers, num_vocab),
+            config,
+            longest,
+            base=base,
+            num_parameters=num_parameters,
+            free=free,
+            host_free=host_free,
+        ),
+        lambda settings: fastest_of(one.plan for one in settings) is not None,
     )
     plan = fastest_of(one.plan for one in settings)
     if plan is None:

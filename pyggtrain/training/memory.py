@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from pyggtrain.errors import UnsupportedError
 from pyggtrain.nn import GPU_POLICIES, POLICIES, Batch, Model
+from pyggtrain.ops import workspace
 from pyggtrain.training.config import TrainConfig, size_in_bytes
 from pyggtrain.training.objectives import Document, Objective
 from pyggtrain.training.optimizers import PAGED, device_bytes, host_bytes
@@ -47,6 +48,10 @@ USABLE = 0.9
 # Share of the need from which on it is worth a step's time to keep gradients and moments on the host.
 _MUCH = 0.1
 ALLOCATOR, PROGRAM = "allocator", "program"
+# Into which a GPU decodes weights, bytes. The second was as fast with the experts that it is for (`1x2048_moe20`,
+# docs/performance.md); a large head then falls into twice as many parts.
+_WORKSPACES = (workspace.DEFAULT_GPU_LIMIT_BYTES, 192 << 20)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -417,6 +422,28 @@ class MemoryGuard:
             return None
         swapped = f", {mib(status['VmSwap'])} of it swapped out" if status.get("VmSwap") else ""
         return f"The process took {mib(held)}{swapped}, max_memory is {mib(self._limit_bytes)}."
+
+
+def with_a_workspace_that_fits(plan: Callable[[], _T], fits: Callable[[_T], bool]) -> _T:
+    """A plan for a GPU with the largest workspace with which something fits, which the run then has. Where nothing
+    does, the plan with the usual one.
+
+    Args:
+        plan: makes it, with the workspace as it is set.
+        fits: whether it names a setting that fits.
+    """
+    usual, *smaller = _WORKSPACES
+    workspace.set_limit_bytes(usual, "cuda")
+    first = plan()
+    if fits(first):
+        return first
+    for size in smaller:
+        workspace.set_limit_bytes(size, "cuda")
+        if fits(other := plan()):
+            logger.info("weights are decoded in parts of %s, for nothing fits otherwise", mib(size))
+            return other
+    workspace.set_limit_bytes(usual, "cuda")
+    return first
 
 
 def join_free_device_memory() -> None:

@@ -20,6 +20,7 @@ from pyggtrain.training.memory import (
     host_free_bytes,
     mib,
     relative_time,
+    with_a_workspace_that_fits,
 )
 from pyggtrain.training.objectives import Document
 from pyggtrain.training.prepare import check_fp8, choose_device, compute_dtype, lora_config
@@ -161,9 +162,13 @@ def plan_run(config: TrainConfig) -> RunPlan:
 
     if device.type == "cuda":
         check_fp8(config, base, is_fused=rehearsal.is_fused)
-    timed, chosen = (_of_fused if rehearsal.is_fused and device.type == "cuda" else _of_any)(
-        rehearsal, config, device, base, longest
-    )
+    if device.type == "cuda":
+        of_model = _of_fused if rehearsal.is_fused else _of_any
+        timed, chosen = with_a_workspace_that_fits(
+            lambda: of_model(rehearsal, config, device, base, longest), lambda found: found[1] is not None
+        )
+    else:
+        timed, chosen = _of_any(rehearsal, config, device, base, longest)
     return RunPlan(
         model=f"{base.path} ({base.architecture}, {mib(base.file_bytes)})",
         device=str(device) if is_here else f"{device}, which is not in this machine",

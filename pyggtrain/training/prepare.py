@@ -41,6 +41,7 @@ from pyggtrain.training.memory import (
     limit_device_memory,
     mib,
     tune_allocator,
+    with_a_workspace_that_fits,
 )
 from pyggtrain.training.memory_bound import plan_with_plenty
 from pyggtrain.training.objectives import Document, Objective, Row
@@ -473,8 +474,10 @@ def _of_part(config: TrainConfig, model: SplittableModel, device: torch.device, 
 
 def _measured(config: TrainConfig, model: Model, device: torch.device, data: RunData) -> MemoryPlan:
     objective = objective_of(model, config, is_largest=True)
-    return Planner(
-        MeasuredNeed(objective, model, device, config.optim), config, device, _longest(config, data, objective)
+    longest = _longest(config, data, objective)
+    return with_a_workspace_that_fits(
+        lambda: Planner(MeasuredNeed(objective, model, device, config.optim), config, device, longest),
+        lambda planner: planner.fastest() is not None,
     ).choose()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from delta_models import Tiny, write_delta
-from expert_models import write_mixture
+from expert_models import write_experts, write_mixture
 from model_shapes import ModelShape, qwen3moe_30b, qwen35moe_35b
 
 from pyggtrain import models
@@ -17,7 +17,7 @@ from pyggtrain.errors import ConfigError
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.ops import workspace
 from pyggtrain.ops.fused import Kept
-from pyggtrain.training import gpu_memory
+from pyggtrain.training import gpu_memory, memory
 from pyggtrain.training.config import TrainConfig
 from pyggtrain.training.gpu_memory import RehearsedOnGpu, plan_fused
 from pyggtrain.training.memory import MemoryPlan
@@ -86,6 +86,32 @@ def test_the_free_memory_of_a_card_counts(path: Path, monkeypatch: pytest.Monkey
     free = 4 * 2**20
     plan = planned(path, max_memory=None)
     assert plan.chosen is None and "Nothing fits" in plan.verdict()
+
+
+def test_a_smaller_workspace_serves_where_nothing_fits(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, large, small = tmp_path / "m.gguf", 16 << 20, 1 << 20
+    write_experts(path, "qwen3moe", GGUFFile.open(smollm2_path))
+
+    def plan(mib: int, *workspaces: int) -> tuple[RunPlan, int]:
+        monkeypatch.setattr(memory, "_WORKSPACES", workspaces)
+        return planned(path, max_memory=f"{mib}MiB"), workspace.limit_bytes("cuda")
+
+    def least(of: RunPlan) -> int:
+        return min(plan.total_bytes for plan in of.plans)
+
+    try:
+        with_large, with_small = (least(plan(1024, size)[0]) for size in (large, small))
+        assert with_small + (2 << 20) < with_large
+        assert plan((with_large >> 20) + 1, large, small)[1] == large
+        tight, limit = plan((with_small >> 20) + 1, large, small)
+        assert tight.chosen is not None and least(tight) == with_small and limit == small
+        # A run that fits in no way is told what the usual workspace needs, and leaves that behind.
+        none, limit = plan(with_small >> 20, large, small)
+        assert none.chosen is None and least(none) == with_large and limit == large
+    finally:
+        workspace.set_limit_bytes(workspace.DEFAULT_GPU_LIMIT_BYTES, "cuda")
 
 
 def test_the_free_memory_of_the_host_of_a_card_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
