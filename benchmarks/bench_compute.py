@@ -12,7 +12,6 @@ the first trained adapter, the gradient of each way beside that of the first.
 import argparse
 import importlib.util
 import itertools
-import os
 import runpy
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from pyggtrain import api, models
 from pyggtrain.adapters import gguf_adapter
 from pyggtrain.adapters.lora import LoraPair
 from pyggtrain.cli.quickstart import MAKE_DATA, SETTINGS
+from pyggtrain.cores import num_usable_cores
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.nn import Batch
 from pyggtrain.training.config import build_config
@@ -57,7 +57,7 @@ def loss_in_llama_cpp(ready: Preparation, adapter: Path) -> float:
     """Mean cross-entropy of the held-out rows' learnt tokens, nats."""
     rows = [ready.data.held_out[index] for index in range(len(ready.data.held_out))]
     longest = max(row.num_tokens for row in rows)
-    settings = RuntimeSettings(num_ctx=longest, num_ubatch=longest, num_threads=os.cpu_count() or 1)
+    settings = RuntimeSettings(num_ctx=longest, num_ubatch=longest, num_threads=num_usable_cores())
     losses = []
     with closing(BridgeRuntime(ready.base.path, settings)) as runtime:
         runtime.load_adapter(adapter)
@@ -134,6 +134,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=None, help="default: the quick start's")
     parser.add_argument("--ways", default="exact,bf16,fp8", help=f"comma-separated, of {', '.join(WAYS)}")
     parser.add_argument("--once", default="", help="ways that only the first seed is trained with, before the others")
+    parser.add_argument("--gradients", default="", help="ways whose gradients are compared (default: all)")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--answers", type=int, default=100, help="held-out requests that llama.cpp answers, 0: none")
     parser.add_argument("--max-steps", type=int, help="fewer make a quick look")
@@ -154,9 +155,10 @@ def main() -> int:
         assert ready is not None
         rows = [ready.data.rows[index] for index in range(8)]
         batch = Batch.from_documents([(row.input_ids, row.labels) for row in rows])
-        reference, *_ = all_ways = [*once, *ways]
-        trained = folder / f"{reference}-{options.seeds[0]}.gguf"
-        gradients = {way: gradient(way, trained, options, batch) for way in all_ways}
+        all_ways = [*once, *ways]
+        trained = folder / f"{all_ways[0]}-{options.seeds[0]}.gguf"
+        reference, *_ = compared = options.gradients.split(",") if options.gradients else all_ways
+        gradients = {way: gradient(way, trained, options, batch) for way in compared}
         exact = gradients[reference]
         for way, found in gradients.items():
             error = float((found - exact).norm() / exact.norm())

@@ -96,7 +96,7 @@ def test_a_smaller_workspace_serves_where_nothing_fits(
 
     def plan(mib: int, *workspaces: int) -> tuple[RunPlan, int]:
         monkeypatch.setattr(memory, "_WORKSPACES", workspaces)
-        return planned(path, max_memory=f"{mib}MiB"), workspace.limit_bytes("cuda")
+        return planned(path, max_memory=f"{mib}MiB", per_device_train_batch_size=1), workspace.limit_bytes("cuda")
 
     def least(of: RunPlan) -> int:
         return min(plan.total_bytes for plan in of.plans)
