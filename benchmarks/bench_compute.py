@@ -29,6 +29,7 @@ from pyggtrain.cli.quickstart import MAKE_DATA, SETTINGS
 from pyggtrain.cores import num_usable_cores
 from pyggtrain.gguf import GGUFFile
 from pyggtrain.nn import Batch
+from pyggtrain.ops import mmq
 from pyggtrain.training.config import build_config
 from pyggtrain.training.metrics import read_metrics
 from pyggtrain.training.prepare import Preparation, prepare
@@ -147,10 +148,12 @@ def main() -> int:
         folder = Path(name)
         runpy.run_path(str(MAKE_DATA))["main"](folder)
         versions = environment() if torch.cuda.is_available() else {"torch": torch.__version__}
+        versions["has_mmq"] = bool(mmq.types())
         ready = None
         runs = [(options.seeds[0], way) for way in once]
         for seed, way in (*runs, *itertools.product(options.seeds, ways)):
             line, ready = run(way, seed, options, folder)
+            num_steps = len(line["losses"])
             append_line(options.output, line | versions)
         assert ready is not None
         rows = [ready.data.rows[index] for index in range(8)]
@@ -163,7 +166,15 @@ def main() -> int:
         for way, found in gradients.items():
             error = float((found - exact).norm() / exact.norm())
             cosine = float(torch.cosine_similarity(found, exact, dim=0))
-            line = {"benchmark": "compute_gradient", "way": way, "of": reference, "error": error, "cosine": cosine}
+            line = {
+                "benchmark": "compute_gradient",
+                "way": way,
+                "of": reference,
+                "seed": options.seeds[0],
+                "steps": num_steps,
+                "error": error,
+                "cosine": cosine,
+            }
             append_line(options.output, line | versions)
     return 0
 
