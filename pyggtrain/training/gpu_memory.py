@@ -233,8 +233,8 @@ def fitting(sizes: FusedSizes, limit: int, step: StepSizes, host: int | None = N
     Computing gate and up again costs the most time for its memory, copies to the host and back, beside the products,
     cost less, decoding weights again the least. So memory goes to gate and up of as many layers as it bears, then to
     activations on the card instead of the host, then to weights; last layers first. What the host has no room for is on
-    the card in any case. If that is not enough, the inputs of halves are kept alone, and at last of as few first layers
-    as can be only the layers' own: half as much of the host.
+    the card in any case. If that is not enough, of as few first layers as can be the inputs of halves are kept alone,
+    and at last of as few only the layers' own: half as much of the host.
 
     Args:
         sizes: of the model.
@@ -244,11 +244,11 @@ def fitting(sizes: FusedSizes, limit: int, step: StepSizes, host: int | None = N
     """
     count = sizes.num_layers
 
-    def choice(kind: tuple[bool, int], gate_up: int, on_card: int, weights: int) -> list[Kept]:
+    def choice(kind: tuple[int, int], gate_up: int, on_card: int, weights: int) -> list[Kept]:
         attention, halves = kind
         return [
             Kept(
-                attention,
+                attention=layer >= count - attention,
                 gate_up=layer >= count - gate_up,
                 weights=layer >= count - weights,
                 on_host=layer < count - on_card,
@@ -257,12 +257,16 @@ def fitting(sizes: FusedSizes, limit: int, step: StepSizes, host: int | None = N
             for layer in range(count)
         ]
 
-    def fits(kind: tuple[bool, int], gate_up: int, on_card: int, weights: int = 0) -> bool:
+    def fits(kind: tuple[int, int], gate_up: int, on_card: int, weights: int = 0) -> bool:
         return fused_peak(sizes, choice(kind, gate_up, on_card, weights), step) <= limit
 
     numbers = range(count + 1)
-    # Whether attention's tensors are kept, and of how many layers the inputs of both halves.
-    for kind in ((True, count), *((False, halves) for halves in reversed(numbers))):
+    # Of how many layers what attention keeps is there, and of how many the inputs of both halves.
+    kinds = [
+        *((attention, count) for attention in reversed(numbers)),
+        *((0, halves) for halves in reversed(range(count))),
+    ]
+    for kind in kinds:
         least = next(
             number
             for number in numbers
@@ -463,7 +467,10 @@ def _described(kept: Sequence[Kept]) -> str:
     where = "on the host" if on_host else "on the card"
     if 0 < on_host < len(kept):
         where = f"of the first {on_host} layers on the host, of the rest on the card"
-    what = "activations" if kept[0].attention else "inputs"
+    attention = sum(one.attention for one in kept)
+    what = "activations" if attention == len(kept) else "inputs"
+    if 0 < attention < len(kept):
+        what = f"inputs and of {attention} of {len(kept)} layers activations,"
     if whole == len(kept):
         return f"inputs of layers {where}, all else computed again"
     again = f", {whole} of {len(kept)} layers computed again as a whole" if whole else ""

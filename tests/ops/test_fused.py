@@ -15,7 +15,7 @@ from pyggtrain import ops
 from pyggtrain.gguf import quantize_tensor
 from pyggtrain.graph.masked_attention import Mask, masked_attention
 from pyggtrain.models.llama import Block, Config
-from pyggtrain.nn import FusedLayer, QuantLinear, RMSNorm
+from pyggtrain.nn import FusedLayers, QuantLinear, RMSNorm
 from pyggtrain.nn.quant_linear import LoraPair
 from pyggtrain.ops import rehearsal
 from pyggtrain.ops.attention import PLAIN, Variant
@@ -66,7 +66,7 @@ def make_block(device: torch.device, *, has_bias: bool = False, is_fused: bool =
 
 
 def run(
-    layer: Block | FusedLayer, block: Block, x: torch.Tensor, bounds: list[int], kept: Kept | None
+    layer: Callable[..., torch.Tensor], block: Block, x: torch.Tensor, bounds: list[int], kept: Kept | None
 ) -> list[torch.Tensor]:
     """Output, gradient of x, gradients of all pairs."""
     num_tokens = x.shape[0]
@@ -124,6 +124,32 @@ def test_long_rows_are_taken_in_parts(compare: Callable[..., None], monkeypatch:
 
 def test_without_pairs_there_is_still_a_gradient_of_the_input(compare: Callable[..., None]) -> None:
     compare([0, 9], Kept(), pairs="none")
+
+
+@pytest.mark.parametrize("halves", ["gpu"], indirect=True)
+def test_each_layer_keeps_what_it_is_told_where_it_is_told(
+    device: torch.device, halves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyggtrain.nn.host_stash._MIN_BYTES", 64)
+    block = make_block(device)
+    # One block three times: its gradients are those of all three.
+    layers = FusedLayers([block] * 3)
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(6)).to(device)
+
+    def outcome(kept: list[Kept]) -> list[torch.Tensor]:
+        def run_layers(x: torch.Tensor, tables: RopeTables, documents: ops.Documents, _: Kept | None) -> torch.Tensor:
+            return layers(x, tables, documents, kept)
+
+        return run(run_layers, block, x, [0, 5, 16], None)
+
+    expected = outcome([Kept(gate_up=True)] * 3)
+    for kept in (
+        [Kept(attention=False, on_host=True), Kept(on_host=True), Kept(gate_up=True)],
+        [Kept(halves=False, on_host=True), Kept(attention=False), Kept(on_host=True, gate_up=True)],
+        [Kept(on_host=True), Kept(attention=False, on_host=True), Kept(halves=False)],
+    ):
+        for result, wanted in zip(outcome(kept), expected, strict=True):
+            torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
 
 
 class _HeadNorm(NamedTuple):

@@ -260,16 +260,29 @@ def test_what_the_host_has_no_room_for_stays_on_the_card(limit_gib: float) -> No
     if limit_gib == 12:
         assert on_card == 10
         assert fused_peak(LLAMA_8B, on_host(gate_up + 1, 0, 10), step_of(8192)) > limit_gib * GIB
-    assert of_host(limit_gib, 0) == of_host(limit_gib, 0.3)
+    assert of_host(limit_gib, 0) == of_host(limit_gib, 0.12)
     assert all(not one.on_host for one in of_host(limit_gib, 0) or ())
 
 
-def test_where_card_and_host_are_small_the_leaner_kind_is_taken() -> None:
-    # On the host 32 times 128 MiB, not 288.
-    kept = of_host(7.8, 4.01)
-    assert kept is not None and kept[0] == Kept(attention=False, on_host=True) != kept[-1]
-    assert not any(one.attention for one in kept)
-    assert kept_on_host(LLAMA_8B, kept, 8192) <= 4.01 * GIB
+def test_where_card_and_host_are_small_fewer_layers_keep_what_attention_does() -> None:
+    # All inputs of halves are 4 GiB, with what attention keeps they are 9.
+    for limit_gib, host_gib in ((7.8, 4.01), (7.3, 6)):
+        kept = of_host(limit_gib, host_gib)
+        assert kept is not None
+        attention = sum(one.attention for one in kept)
+        assert 0 < attention < 32 and all(one.attention == (layer >= 32 - attention) for layer, one in enumerate(kept))
+        assert all(one.halves for one in kept)
+        assert kept_on_host(LLAMA_8B, kept, 8192) <= host_gib * GIB
+        assert fused_peak(LLAMA_8B, kept, step_of(8192)) <= limit_gib * GIB
+        # One more does not fit both, however many layers use the host.
+        for number in range(33):
+            more = [Kept(layer >= 31 - attention, on_host=layer < number) for layer in range(32)]
+            on_card, waiting = fused_peak(LLAMA_8B, more, step_of(8192)), kept_on_host(LLAMA_8B, more, 8192)
+            assert on_card > limit_gib * GIB or waiting > host_gib * GIB
+    assert gpu_memory._described([Kept(layer >= 20, on_host=layer < 28) for layer in range(32)]) == (
+        "inputs and of 12 of 32 layers activations, of the first 28 layers on the host, of the rest on the card, "
+        "gate and up of 0 of 32 layers kept, weights of 0"
+    )
     assert of_host(7.8, 1) is None
 
 
@@ -298,7 +311,13 @@ def test_at_last_the_inputs_of_as_few_first_layers_as_can_be_are_alone() -> None
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_whole_layers_of_every_place_cost_what_the_rehearsal_says(llama_8b: Rehearsal) -> None:
     on_the_card, least = replace(WHOLE, on_host=False), Kept(attention=False)
-    for kept in ([on_the_card] * 32, [WHOLE] * 10 + [on_the_card] * 10 + [least] * 12, [WHOLE] * 20 + [Kept()] * 12):
+    for kept in (
+        [on_the_card] * 32,
+        [WHOLE] * 10 + [on_the_card] * 10 + [least] * 12,
+        [WHOLE] * 20 + [Kept()] * 12,
+        [replace(least, on_host=True)] * 20 + [Kept(on_host=True)] * 8 + [Kept()] * 4,
+        [least] * 16 + [Kept(gate_up=True)] * 16,
+    ):
         need, documents = RehearsedOnGpu(llama_8b, kept), [([0] * 8192,) * 2]
         rehearsed = sum(need.parts("matmuls", documents).values())
         assert fused_peak(LLAMA_8B, kept, step_of(8192)) == pytest.approx(rehearsed, rel=0.03)
