@@ -162,7 +162,6 @@ def plan_run(config: TrainConfig) -> RunPlan:
 
     if device.type == "cuda":
         check_fp8(config, base, is_fused=rehearsal.is_fused)
-    if device.type == "cuda":
         of_model = _of_fused if rehearsal.is_fused else _of_any
         timed, chosen = with_a_workspace_that_fits(
             lambda: of_model(rehearsal, config, device, base, longest), lambda found: found[1] is not None
