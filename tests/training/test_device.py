@@ -1,8 +1,11 @@
-"""Which device a run takes."""
+"""Which device a run takes, and that what a GPU has trained is what llama.cpp computes."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from pyggtrain import api
 from pyggtrain.errors import ConfigError
 from pyggtrain.training import prepare
 from pyggtrain.training.config import TrainConfig
@@ -13,6 +16,18 @@ from pyggtrain.training.prepare import compute_dtype
 @pytest.mark.gpu
 def test_auto_takes_a_gpu() -> None:
     assert prepare.choose_device("auto").type == "cuda"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["auto", "exact", "fp16", "fp8"])
+def test_a_run_on_a_gpu_ends_in_parity(compute: str, smollm2_path: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Count to {number}.", "completion": f" {number}, done."} for number in range(40)]
+    result = api.train(
+        smollm2_path, rows, tmp_path / "a.gguf", device="cuda", compute=compute, max_steps=4, eval_split=0.2, seed=1
+    )
+    assert result.parity is not None and result.parity.passed
+    assert any("half precision" in note for note in result.parity.notes) == (compute == "fp8")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
