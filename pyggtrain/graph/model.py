@@ -283,6 +283,16 @@ class ImportedModel(Model):
         if self._stash is not None:
             self._stash.join()
 
+    @property
+    def stashed_bytes(self) -> int:
+        """See `nn.Model`."""
+        return 0 if self._stash is None else self._stash.num_bytes
+
+    def release_stash(self) -> None:
+        """See `nn.Model`."""
+        if self._stash is not None:
+            self._stash.release()
+
     def _begin_stash(self, kept: Sequence[Kept]) -> HostStash | None:
         """Where a pass with gradients keeps what is to wait on the host, if anything is."""
         # It holds one pass; documents one by one are several before their backward.

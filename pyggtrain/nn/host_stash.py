@@ -131,12 +131,24 @@ class HostStash:
         # Entries that hold their source, so that no other tensor can have its memory.
         self._known: dict[_Memory, _Entry] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the host that it holds."""
+        waiting = {entry for part in self._parts for entry in part.entries}
+        places = [*self._free, *(entry.host for entry in waiting if entry.host is not None)]
+        return sum(place.num_bytes for place in places)
+
     def begin(self) -> None:
         """Start a forward pass; forget one that never had its backward."""
         for entry in (entry for part in self._parts for entry in part.entries):
             self._give_back(entry)
         self._parts = []
         self._known = {}
+
+    def release(self) -> None:
+        """Give the host's memory back, but what captured CUDA graphs use. Between two passes."""
+        self.begin()
+        self._free = []
 
     @contextmanager
     def part(self, *, is_half: bool = True) -> Iterator[None]:

@@ -92,6 +92,14 @@ class Model(nn.Module, ABC):
         """Let what is launched from now on wait for copies of activations that are under way, if there are any."""
 
     @property
+    def stashed_bytes(self) -> int:
+        """Bytes of the host's memory that activations have taken in passes so far."""
+        return 0
+
+    def release_stash(self) -> None:
+        """Give that memory back, between two passes."""
+
+    @property
     def fused_layers(self) -> Sequence[FusedLayer]:
         """The layers in that form; none where there is none."""
         return ()

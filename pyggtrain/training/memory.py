@@ -229,26 +229,32 @@ class MeasuredNeed:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._adapter_bytes = 4 * sum(parameter.numel() for parameter in self._parameters)
         self._base_bytes = torch.cuda.memory_allocated(device) - self._adapter_bytes
+        # By policy and tokens, of the micro-batches that ran.
+        self._stashed: dict[tuple[str, int], int] = {}
 
     def parts(self, policy: str, documents: Sequence[Document]) -> dict[str, int]:
         """See `Need`."""
         self._model.checkpoint_policy = policy
+        self._model.release_stash()
         few, many = _PROBE_TOKENS
         peaks = [self._peak_bytes(documents, num_tokens) for num_tokens in _PROBE_TOKENS]
         per_token = (peaks[1] - peaks[0]) / (many - few)
         num_tokens = sum(len(ids) for ids, _ in documents)
         gradients, optimiser = device_bytes(self._optim, self._adapter_bytes // 4)
+        activations = self._activations(documents, max(0, round(peaks[0] + per_token * (num_tokens - few))))
+        self._stashed[policy, num_tokens] = self._model.stashed_bytes
         return {
             BASE: self._base_bytes,
             ADAPTER: self._adapter_bytes,
             GRADIENTS: gradients,
             OPTIMISER: optimiser,
-            ACTIVATIONS: self._activations(documents, max(0, round(peaks[0] + per_token * (num_tokens - few)))),
+            ACTIVATIONS: activations,
         }
 
     def host_bytes(self, policy: str, documents: Sequence[Document]) -> int:
-        """See `Need`: gradients and moments. What fused halves keep there is not measured."""
-        return host_bytes(self._optim, self._adapter_bytes // 4)
+        """See `Need`: gradients, moments, and what activations took once `parts` has run."""
+        stashed = self._stashed.get((policy, sum(len(ids) for ids, _ in documents)), 0)
+        return host_bytes(self._optim, self._adapter_bytes // 4) + stashed
 
     def _activations(self, documents: Sequence[Document], foretold: int) -> int:
         """What the micro-batch takes; if it does not fit, at least what is free."""

@@ -197,6 +197,24 @@ def test_a_tensor_in_several_pieces_comes_back_whole(device: str) -> None:
         assert torch.equal(found.cpu(), tensor)
 
 
+def test_the_hosts_memory_is_counted_and_given_back() -> None:
+    stash = HostStash(CPU)
+    assert stash.num_bytes == 0
+    for num_rows in (64, 128):
+        stash.begin()
+        x = torch.ones(num_rows, 64, requires_grad=True)
+        y = halves(torch.nn.Parameter(torch.eye(64)), x, stash)
+        places = {id(entry.host): entry.host for part in stash._parts for entry in part.entries}
+        there = sum(place.num_bytes for place in places.values() if place is not None)
+        assert stash.num_bytes >= there > 64 * num_rows * 4
+        held = stash.num_bytes
+        y.sum().backward()
+        # Places that came back are used again, not given back.
+        assert stash.num_bytes == held
+    stash.release()
+    assert stash.num_bytes == 0
+
+
 def count_sends(stash: HostStash, monkeypatch: pytest.MonkeyPatch) -> list[host_stash._Entry]:
     """A list of what is sent from now on."""
     sent: list[host_stash._Entry] = []

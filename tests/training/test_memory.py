@@ -257,6 +257,27 @@ def test_paged_gradients_are_gone_as_soon_as_they_are_there(tiny_llama_path, mon
     assert any(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_what_a_micro_batch_leaves_on_the_host_is_measured(tiny_llama_path, monkeypatch):
+    model, card, _ = on_a_card(tiny_llama_path, monkeypatch)
+    held = []
+
+    class Stashing(CardsObjective):
+        def loss(self, batch):
+            # 2 KiB for each token; shorter micro-batches find the memory of longer ones.
+            held.append(max([*held, 2048 * batch.num_tokens]))
+            return super().loss(batch)
+
+    monkeypatch.setattr(type(model), "stashed_bytes", property(lambda self: held[-1]))
+    monkeypatch.setattr(type(model), "release_stash", lambda self: held.clear())
+    need = MeasuredNeed(Stashing(model, card), model, CPU)
+    for num_tokens in (4000, 1000):
+        need.parts("offload", [row(num_tokens)])
+        assert need.host_bytes("offload", [row(num_tokens)]) == 2048 * num_tokens
+    paged = MeasuredNeed(Stashing(model, card), model, CPU, "paged_adamw_8bit")
+    paged.parts("offload", [row(1000)])
+    assert paged.host_bytes("offload", [row(1000)]) == 2048 * 1000 + paged.host_bytes("layers", [row(1000)])
+
+
 def test_a_micro_batch_that_a_gpu_cannot_hold_needs_at_least_what_is_free(tiny_llama_path, monkeypatch):
     model = models.load(GGUFFile.open(tiny_llama_path))
     attach(model, LORA, seed=1)
