@@ -50,17 +50,15 @@ _Memory = tuple[int, int, int, torch.dtype, int]
 
 @dataclass(eq=False, frozen=True)
 class _Place:
-    """Host memory for a tensor, in pieces (see `_pieces`)."""
+    """Host memory for a tensor, in pieces (see `_pieces`); `num_bytes` is all of them."""
 
     pieces: list[torch.Tensor]
+    num_bytes: int
 
     @classmethod
     def of(cls, num_bytes: int, *, is_pinned: bool) -> "_Place":
-        return cls([torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in _pieces(num_bytes)])
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.numel() for piece in self.pieces)
+        sizes = _pieces(num_bytes)
+        return cls([torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes], sum(sizes))
 
     def beside(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield parts of the place and those of a tensor of one dimension that belong there."""

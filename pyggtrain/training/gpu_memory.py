@@ -395,20 +395,15 @@ def plan_fused(
         UnsupportedError: none fits; says what to lower.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    base, free, host_free = (
-        torch.cuda.memory_allocated(device) - 4 * num_parameters,
-        free_memory_bytes(device),
-        host_free_bytes(device),
-    )
     settings = with_a_workspace_that_fits(
         lambda: fused_settings(
             FusedSizes.of(model.fused_layers, num_vocab),
             config,
             longest,
-            base=base,
+            base=torch.cuda.memory_allocated(device) - 4 * num_parameters,
             num_parameters=num_parameters,
-            free=free,
-            host_free=host_free,
+            free=free_memory_bytes(device),
+            host_free=host_free_bytes(device),
         ),
         lambda settings: fastest_of(one.plan for one in settings) is not None,
     )

@@ -14,7 +14,7 @@ from pyggtrain.adapters.lora import LoraConfig, attach
 from pyggtrain.graph.halves import Half
 from pyggtrain.graph.ir import Graph
 from pyggtrain.graph.model import ImportedModel
-from pyggtrain.nn import POLICIES, AttentionHalf, FeedForwardHalf, HostStash
+from pyggtrain.nn import POLICIES, AttentionHalf, FeedForwardHalf, HostStash, pinned_bytes
 from pyggtrain.ops.fused import Kept, cpu_attention_block, cpu_feed_forward
 
 
@@ -67,6 +67,9 @@ def test_of_a_whole_layer_its_input_alone_goes_to_the_host(path: Path, monkeypat
     width = model.fused_layers[0].attention.output.shape[0]
     assert [tuple(x.shape) for x in sent] == [(24, width)] * 2
     assert all(not part.entries or part.is_half for part in model._stash._parts)  # type: ignore[union-attr]
+    assert model.stashed_bytes == sum(pinned_bytes(x.numel() * x.itemsize) for x in sent)
+    model.release_stash()
+    assert model.stashed_bytes == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

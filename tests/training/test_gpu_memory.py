@@ -70,6 +70,9 @@ MEASURED = [
     (8192, on_host(32, 32), 35.19),
     (2048, on_host(0), 6.05),
     (2048, on_host(32, 9), 13.26),
+    (81_920, on_host(2), 19.90),
+    # Attention's backward is the peak.
+    (350_000, [Kept(False, on_host=layer < 24, halves=layer >= 17) for layer in range(32)], 79.46),
 ]
 
 

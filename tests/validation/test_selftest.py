@@ -65,3 +65,11 @@ def test_facts_name_what_decides_results():
 def test_every_kernel_has_a_name():
     pytest.importorskip("triton", reason="Triton has no build for this platform")
     assert {"attention", "rms_norm", "dequantize", "ggml dequantize"} <= set(kernel_names())
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_mmq_has_a_name_where_it_can_run(has_gpu, monkeypatch):
+    pytest.importorskip("triton", reason="Triton has no build for this platform")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(module.mmq, "types", lambda: frozenset({"Q4_K"}))
+    assert ("mmq" in kernel_names()) == has_gpu
