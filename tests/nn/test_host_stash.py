@@ -193,6 +193,11 @@ def test_a_tensor_in_several_pieces_comes_back_whole(device: str) -> None:
         x = torch.ones(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=True)
         with stash.part():
             y = x * tensor.to(device)
+        # What no later half asks for never leaves.
+        for _ in range(3):
+            with stash.part():
+                y = y * 1
+        assert all(entry.source is None for entry in stash._parts[0].entries)
         (found,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(found.cpu(), tensor)
 

@@ -54,16 +54,22 @@ def test_a_measurement_leaves_the_model_as_it_was(trained: Any, tiny_llama_path:
 
 
 def test_a_model_that_multiplies_in_8_bits_is_measured_without_their_rounding(
-    tiny_llama_path: Path, make_trained: Callable[..., Any]
+    tiny_llama_path: Path, make_trained: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = make_trained(tiny_llama_path, compute="auto")
-    linears = list(trained.model._model.linears.values())
+    model = trained.model._model
+    linears, logits, seen = list(model.linears.values()), model.logits, []
+
+    def watched(batch: Batch) -> torch.Tensor:
+        seen.append({linear.compute for linear in linears})
+        return logits(batch)
+
+    monkeypatch.setattr(model, "logits", watched)
     expected = trained.model.logits(TOKENS, scale=1.0)
     for linear in linears:
         linear.compute = "fp8"
-    # A CPU knows no 8-bit floats and would refuse.
     assert torch.equal(trained.model.logits(TOKENS, scale=1.0), expected)
-    assert all(linear.compute == "fp8" for linear in linears)
+    assert all(linear.compute == "fp8" for linear in linears) and seen == [{"auto"}, {"auto"}]
 
 
 def test_layer_outputs_carry_llama_cpp_s_names(trained: Any) -> None:
